@@ -409,7 +409,7 @@ def _outside_vocabulary(token_ids: Collection[int], limits: RequestLimits) -> st
 
 
 def _bad_words(request: Any) -> list[int]:
-    return [token_id for ids in request.params.bad_words_token_ids for token_id in ids]
+    return [token_id for ids in request.params.bad_words_token_ids or () for token_id in ids]
 
 
 def _list_rule(name: str) -> Rule:

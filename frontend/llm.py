@@ -238,8 +238,9 @@ class LLM(BlockingCalls):
         if sampling_params is None:
             sampling_params = self.session.default_sampling_params
         params = one_each("sampling_params", sampling_params, len(prompts))
-        priorities = one_each("priority", 0 if priority is None else priority, len(prompts))
-        loras = one_each("lora_request", lora_request, len(prompts))
+        options: list[dict[str, Any]] = [{}] * len(prompts)
+        if priority is not None or lora_request is not None:
+            options = _options_of_each(len(prompts), priority, lora_request)
         requests: list[ProcessedRequest] = []
         try:
             for i, prompt in enumerate(prompts):
@@ -247,16 +248,15 @@ class LLM(BlockingCalls):
                     str(self._num_requests + i),
                     prompt,
                     params[i],
-                    priority=priorities[i],
-                    lora_request=loras[i],
                     output_kind=RequestOutputKind.FINAL_ONLY,
+                    **options[i],
                 )
                 requests.append(request)
         except InvalidParameterError as error:
             raise error_in_request(error, len(requests), len(prompts)) from None
         self._num_requests += len(requests)
         if lora_request is not None:
-            for adapter in to_reload(loras):
+            for adapter in to_reload([own["lora_request"] for own in options]):
                 self.llm_engine.add_lora(adapter)
         return requests
 
@@ -547,6 +547,18 @@ class LLM(BlockingCalls):
             if progress is not None:
                 progress.close()
         return [finished[request.request_id] for request in (*sent, *requests)]
+
+
+def _options_of_each(
+    num_prompts: int, priority: int | Sequence[int] | None, lora_request: Loras
+) -> list[dict[str, Any]]:
+    """The options of LLM._process that may differ from prompt to prompt."""
+    priorities = one_each("priority", 0 if priority is None else priority, num_prompts)
+    loras = one_each("lora_request", lora_request, num_prompts)
+    return [
+        {"priority": own_priority, "lora_request": adapter}
+        for own_priority, adapter in zip(priorities, loras, strict=True)
+    ]
 
 
 def _conversations(messages: Any) -> list[list[ChatMessage]]:

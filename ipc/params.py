@@ -151,7 +151,7 @@ class SamplingParams(CheckedParams, tag="sampling", frozen=True, kw_only=True):
     # for user-defined logits processors (config: logits_processors)
     extra_args: dict[str, Any] | None = None
     # bad_words in tokens; set by the InputProcessor, not by users
-    bad_words_token_ids: list[list[int]] = []
+    bad_words_token_ids: list[list[int]] | None = None
     # seconds after submission, at which it ends with finish reason "timeout"; None: no limit
     timeout_s: float | None = None
 
@@ -208,6 +208,16 @@ FORMER_TASKS = {
     "score": " (a score is the task classify of a pair)",
     "encode": " (rows by token are the tasks token_embed and token_classify)",
 }
+
+
+def with_checked(params: SamplingParams, **values: Any) -> SamplingParams:
+    """A copy with these values, which the caller has checked: msgspec.structs.replace would check
+    all fields again.
+    """
+    changed = copy.copy(params)
+    for name, value in values.items():
+        _set(changed, name, value)
+    return changed
 
 
 def require_sampling(params: SamplingParams | PoolingParams) -> SamplingParams:
@@ -339,8 +349,6 @@ def _check_logit_bias(params: SamplingParams, name: str, value: Any) -> None:
 
 
 def _check_bad_words_token_ids(params: SamplingParams, name: str, value: Any) -> None:
-    if not value:
-        return
     require(isinstance(value, list), name, "must be a list of lists of token ids")
     for token_ids in value:
         require_token_ids(name, token_ids)

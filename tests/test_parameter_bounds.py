@@ -10,7 +10,7 @@ import re
 import msgspec
 import pytest
 from quire import InvalidParameterError, RequestOutputKind, SamplingParams
-from quire.core.arrivals import check_request
+from quire.core.arrivals import RequestLimits, check_request
 from quire.frontend.requests.input_processor import InputProcessor
 from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.params import MAX_BAD_WORDS, MAX_N, MAX_STOPS, StructuredOutputsParams
@@ -144,7 +144,7 @@ def processed(
     core_request = processor.process_inputs(
         "r", prompt, SamplingParams(**params), priority=priority
     ).core_request
-    check_request(core_request, config)
+    check_request(core_request, RequestLimits.of(config))
     return core_request
 
 
@@ -334,7 +334,7 @@ def test_bad_words_apply_with_and_without_a_leading_space() -> None:
 def test_the_engine_refuses_bad_values_from_a_client(parameter, params) -> None:
     request = EngineCoreRequest("r", [1, 2], SamplingParams(**{"seed": 1, **params}))
     with pytest.raises(InvalidParameterError) as refusal:
-        check_request(request, text_config())
+        check_request(request, RequestLimits.of(text_config()))
     assert refusal.value.parameter == parameter
 
 

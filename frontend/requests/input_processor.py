@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -34,6 +34,7 @@ from ...ipc.params import (
     PoolingParams,
     RequestOutputKind,
     SamplingParams,
+    with_checked,
 )
 from ..text.tokenizer import Tokenizer
 from .lora_requests import placed
@@ -41,6 +42,7 @@ from .pooling_inputs import PoolingInputs
 from .prompts import Prompt, error_in_request, read_prompt
 
 MAX_LOGIT_BIAS = 100.0
+ADAPTER_POOLS = "must be None for a request that pools; adapters change generated text only"
 Result = TypeVar("Result")
 
 
@@ -70,6 +72,9 @@ class SubmitOptions:
         require_owner(self.owner, self.owner_weight)
 
 
+DEFAULT_OPTIONS = SubmitOptions()
+
+
 class InputProcessor:
     """`eos_token_ids`: every id that ends a sequence of this model.
 
@@ -78,6 +83,7 @@ class InputProcessor:
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: list[int]):
         self._model_config = config.model_config
+        self._generates = config.model_config.runner != "pooling"
         self._enable_lora = config.lora_config.enable_lora
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
@@ -117,15 +123,14 @@ class InputProcessor:
         SubmitOptions. Raises InvalidParameterError without changing any state.
         """
         if isinstance(params, PoolingParams):
-            problem = "must be None for a request that pools; adapters change generated text only"
-            require(lora_request is None, "lora_request", problem)
+            require(lora_request is None, "lora_request", ADAPTER_POOLS)
             [request] = self.process_batch(
                 [request_id], [prompt], params, prompt_name=prompt_name, **options
             )
             return request
         began = time.monotonic()
         require_text("request_id", request_id)
-        carried = SubmitOptions(**options)
+        carried = SubmitOptions(**options) if options else DEFAULT_OPTIONS
         self._check_params(params)
         require(prompt_name is None, "prompt_name", "must not be given with SamplingParams")
         text, token_ids, cache_salt, pair = read_prompt(prompt)
@@ -227,13 +232,15 @@ class InputProcessor:
         require(is_list, "prompt_token_ids", "must be a list of integers")
         require(token_ids, "prompt", "must not be empty")
         if len(token_ids) > most:
-            reads = f"with max_model_len={self._max_model_len} it can have"
-            if most < self._max_prompt_len:  # of a request that pools and must fit
-                reads = "without being cut it can have"
-            raise InvalidParameterError(
-                "prompt", f"is {len(token_ids)} tokens long; {reads} at most {most}"
-            )
+            self._refuse_length(len(token_ids), most)
         self._check_range("prompt_token_ids", token_ids)
+
+    def _refuse_length(self, num_tokens: int, most: int) -> NoReturn:
+        reads = f"with max_model_len={self._max_model_len} it can have"
+        if most < self._max_prompt_len:  # of a request that pools and must fit
+            reads = "without being cut it can have"
+        problem = f"is {num_tokens} tokens long; {reads} at most {most}"
+        raise InvalidParameterError("prompt", problem)
 
     def _check_range(self, name: str, token_ids: Iterable[int]) -> None:
         """Requires that `token_ids` is not empty."""
@@ -271,25 +278,21 @@ class InputProcessor:
         return checks
 
     def _check_params(self, params: Any) -> None:
-        if not isinstance(params, SamplingParams):
-            raise InvalidParameterError(
-                "params",
-                f"must be SamplingParams or PoolingParams, got {type(params).__name__}",
-            )
-        require(
-            self._model_config.runner != "pooling",
-            "params",
-            "must be PoolingParams: this engine runs with runner=pooling and generates no text",
-        )
-        if params.n > 1 and params.is_greedy:  # vLLM raises an error too
-            raise InvalidParameterError(
-                "n",
-                f"must be 1 with temperature=0 (greedy), where all completions are the same, got "
-                f"{params.n}",
-            )
+        if not isinstance(params, SamplingParams) or not self._generates:
+            self._refuse_kind(params)
+        if params.n > 1:
+            _check_completions_differ(params)
         for name, check in self._checks:
             if value := getattr(params, name):
                 check(params, name, value)
+
+    def _refuse_kind(self, params: Any) -> NoReturn:
+        problem = f"must be SamplingParams or PoolingParams, got {type(params).__name__}"
+        if isinstance(params, SamplingParams):
+            problem = (
+                "must be PoolingParams: this engine runs with runner=pooling and generates no text"
+            )
+        raise InvalidParameterError("params", problem)
 
     def _check_structured_outputs(self, params: SamplingParams, name: str, value: Any) -> None:
         require(
@@ -332,24 +335,31 @@ class InputProcessor:
         """Sets the seed, limits max_tokens to the remaining context, converts the other values."""
         room = self._max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        changes: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "min_tokens": min(params.min_tokens, max_tokens),
-            "output_kind": params.output_kind if output_kind is None else output_kind,
-        }
-        if params.logit_bias:  # vLLM's limits
+        changes = self._converted(params) if params.logit_bias or params.bad_words else {}
+        # Drawn for every request, so that a request's seed depends only on its position in
+        # the sequence of requests.
+        drawn = derive_seed(self._model_config.seed, self._num_requests)
+        self._num_requests += 1
+        return with_checked(
+            params,
+            max_tokens=max_tokens,
+            min_tokens=min(params.min_tokens, max_tokens),
+            output_kind=params.output_kind if output_kind is None else output_kind,
+            seed=drawn if params.seed is None else params.seed,
+            **changes,
+        )
+
+    def _converted(self, params: SamplingParams) -> dict[str, Any]:
+        """logit_bias within vLLM's limits, and the tokens of bad_words."""
+        changes: dict[str, Any] = {}
+        if params.logit_bias:
             changes["logit_bias"] = {
                 i: min(MAX_LOGIT_BIAS, max(-MAX_LOGIT_BIAS, float(bias)))
                 for i, bias in params.logit_bias.items()
             }
         if params.bad_words:
             changes["bad_words_token_ids"] = self._bad_words_token_ids(params.bad_words)
-        # Drawn for every request, so that a request's seed depends only on its position in
-        # the sequence of requests.
-        drawn = derive_seed(self._model_config.seed, self._num_requests)
-        self._num_requests += 1
-        changes["seed"] = drawn if params.seed is None else params.seed
-        return msgspec.structs.replace(params, **changes)
+        return changes
 
     def _bad_words_token_ids(self, words: list[str]) -> list[list[int]]:
         """The token ids of each word at the beginning of a text and after a space. They often
@@ -393,6 +403,15 @@ def _made_request(
         **fields,
     )
     return ProcessedRequest(request_id, text, core_request, clock_offset)
+
+
+def _check_completions_differ(params: SamplingParams) -> None:
+    if params.is_greedy:  # vLLM raises an error too
+        raise InvalidParameterError(
+            "n",
+            f"must be 1 with temperature=0 (greedy), where all completions are the same, got "
+            f"{params.n}",
+        )
 
 
 def _refuse_without_tokenizer(params: SamplingParams, name: str, value: Any) -> None:

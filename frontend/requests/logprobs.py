@@ -10,8 +10,8 @@ import codecs
 
 from ...ipc.messages import Array, PromptLogprobs, TokenLogprobs
 from ..outputs import Logprob, PositionLogprobs
-from ..text.detokenizer import MAX_CHARACTER_TOKENS, REPLACEMENT, piece_table
-from ..text.tokenizer import Tokenizer
+from ..text.detokenizer import MAX_CHARACTER_TOKENS
+from ..text.tokenizer import REPLACEMENT, Tokenizer
 
 # the last tokens if they belong to an incomplete character; nearly always empty
 Context = tuple[int, ...]
@@ -30,7 +30,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._table = piece_table(tokenizer, skip_special_tokens=False)
+        self._table = tokenizer.piece_tables[False]
         self._alone: dict[int, tuple[str, bool]] = {}  # for tokens that follow a complete character
 
     def text(self, context: Context, token_id: int) -> str:

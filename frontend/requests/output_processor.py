@@ -15,6 +15,7 @@ from ...ipc.messages import (
     Finished,
     FinishReason,
     PromptLogprobs,
+    RequestTiming,
     TokenLogprobs,
     child_request_id,
 )
@@ -81,45 +82,48 @@ class OutputProcessor:
                 "request_id", f"{request.request_id!r} is already used by a running request"
             )
         num_prompt_tokens = len(core_request.prompt_token_ids)
+        metrics = RequestMetrics(core_request.arrival_time, num_prompt_tokens=num_prompt_tokens)
         state = RequestState(
-            request.request_id,
-            request.prompt,
-            core_request,
-            request.clock_offset,
-            RequestMetrics(core_request.arrival_time, num_prompt_tokens=num_prompt_tokens),
+            request.request_id, request.prompt, core_request, request.clock_offset, metrics
         )
         if isinstance(core_request.params, PoolingParams):
             state.task = core_request.params.task
-            state.completions.append(CompletionState(0, core_request.request_id, NO_TEXT, None))
+            state.completions.append(CompletionState(0, core_request.request_id, NO_TEXT))
         else:
             self._add_completions(state, core_request.params)
         for completion in state.completions:
             self._by_engine_id[completion.engine_id] = state, [completion]
         self._requests[request.request_id] = state
-        return state.metrics
+        return metrics
 
     def _add_completions(self, state: RequestState, params: SamplingParams) -> None:
         request = state.core_request
         state.is_delta = params.output_kind == RequestOutputKind.DELTA
         state.is_final_only = params.output_kind == RequestOutputKind.FINAL_ONLY
         state.stream_interval = params.stream_interval
-        state.num_unfinished = params.n
-        engine_ids = [request.request_id]
-        if params.n > 1:
-            engine_ids = [child_request_id(request.request_id, i) for i in range(params.n)]
-            self._by_engine_id[request.request_id] = state, state.completions
+        engine_ids = [request.request_id] if params.n == 1 else self._children(state, params.n)
         for i, engine_id in enumerate(engine_ids):
             detokenizer = make_detokenizer(self._tokenizer, request.prompt_token_ids, params)
-            reader = None
-            if params.logprobs is not None:
-                reader = LogprobsReader(self._token_texts, request.prompt_token_ids)
-            state.completions.append(CompletionState(i, engine_id, detokenizer, reader))
+            state.completions.append(CompletionState(i, engine_id, detokenizer))
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            self._add_readers(state, params)
+
+    def _children(self, state: RequestState, num_completions: int) -> list[str]:
+        """The engine ids of the completions of a request with n > 1."""
+        request_id = state.core_request.request_id
+        state.num_unfinished = num_completions
+        self._by_engine_id[request_id] = state, state.completions
+        return [child_request_id(request_id, i) for i in range(num_completions)]
+
+    def _add_readers(self, state: RequestState, params: SamplingParams) -> None:
+        prompt_token_ids = state.core_request.prompt_token_ids
+        if params.logprobs is not None:
+            for completion in state.completions:
+                completion.logprobs_reader = LogprobsReader(self._token_texts, prompt_token_ids)
         if params.prompt_logprobs is not None:
             state.prompt_logprobs = [None]
-            state.num_missing_prompt_logprobs = len(request.prompt_token_ids) - 1
-            state.prompt_logprobs_reader = LogprobsReader(
-                self._token_texts, request.prompt_token_ids[:1]
-            )
+            state.num_missing_prompt_logprobs = len(prompt_token_ids) - 1
+            state.prompt_logprobs_reader = LogprobsReader(self._token_texts, prompt_token_ids[:1])
 
     def set_record_token_times(self, is_wanted: bool) -> None:
         """Whether RequestMetrics.token_ts is filled."""
@@ -185,9 +189,7 @@ class OutputProcessor:
                     start + num_known if num_known > 0 else start : end
                 ]
                 if num_known < 0 or (new_token_ids and state.num_missing_prompt_logprobs):
-                    gap = (_gap(state, completion, num_known), None)
-                    self._finish(state, completion, FinishReason.ERROR, error=gap)
-                    num_used = 0
+                    num_used = self._end_at_gap(state, completion, num_known)
                 else:
                     num_used = self._read_row(
                         state, completion, new_token_ids, finished.get(row), now
@@ -209,22 +211,27 @@ class OutputProcessor:
 
     def _read_columns(self, outputs: EngineCoreOutputs, now: float) -> None:
         """Reads what belongs to a request, not to one of its completions."""
-
-        def state_of(row: int) -> RequestState | None:
-            entry = self._by_engine_id.get(outputs.request_ids[row])
-            return None if entry is None else entry[0]
-
+        ids, entries = outputs.request_ids, self._by_engine_id
         for timing in outputs.timings:
-            if (state := state_of(timing.row)) is not None:
-                state.take_timing(outputs.request_ids[timing.row], timing)
+            engine_id = ids[timing.row]
+            if engine_id in entries:
+                take_timing(entries[engine_id][0], engine_id, timing)
         for row, num_cached_tokens in outputs.num_cached_tokens:
-            if (state := state_of(row)) is not None and state.num_cached_tokens is None:
+            if ids[row] in entries and entries[ids[row]][0].num_cached_tokens is None:
+                state = entries[ids[row]][0]
                 state.num_cached_tokens = state.metrics.num_cached_tokens = num_cached_tokens
+        if outputs.prompt_logprobs or outputs.pooled:
+            self._read_own_columns(outputs, now)
+
+    def _read_own_columns(self, outputs: EngineCoreOutputs, now: float) -> None:
+        """Reads the results of prompts: log-probabilities, and what pooling gave."""
+        ids, entries = outputs.request_ids, self._by_engine_id
         for columns in outputs.prompt_logprobs:
-            if (state := state_of(columns.row)) is not None:
-                _read_prompt_logprobs(state, columns)
+            if ids[columns.row] in entries:
+                _read_prompt_logprobs(entries[ids[columns.row]][0], columns)
         for pooled in outputs.pooled:
-            if (state := state_of(pooled.row)) is not None:
+            if ids[pooled.row] in entries:
+                state = entries[ids[pooled.row]][0]
                 state.pooled = pooled.values
                 state.metrics.first_token_time = state.clock_offset + now
                 state.metrics.last_token_time = state.metrics.first_token_time
@@ -257,6 +264,20 @@ class OutputProcessor:
             error = (finished.error, finished.parameter)
             self._finish(state, completion, finished.reason, finished.stop_reason, error)
         return num_used
+
+    def _end_at_gap(self, state: RequestState, completion: CompletionState, num_known: int) -> int:
+        """Ends a completion of which tokens are missing (`num_known` is negative), or
+        log-probabilities of its prompt. Returns 0, the number of tokens that belong to the output.
+        """
+        if num_known < 0:
+            num_tokens = len(completion.token_ids)
+            missing = f"output tokens {num_tokens} to {num_tokens - num_known - 1}"
+        else:
+            first = len(state.core_request.prompt_token_ids) - state.num_missing_prompt_logprobs
+            missing = f"log-probabilities of the prompt's tokens from {first} on"
+        error = (f"{missing} did not arrive from the engine", None)
+        self._finish(state, completion, FinishReason.ERROR, error=error)
+        return 0
 
     def _finish(
         self,
@@ -347,19 +368,6 @@ def _completion_output(completion: CompletionState, is_delta: bool) -> Completio
     )
 
 
-def _gap(state: RequestState, completion: CompletionState, num_known: int) -> str:
-    """Says what is missing: tokens if `num_known` is negative, otherwise log-probabilities of the
-    prompt.
-    """
-    if num_known < 0:
-        num_tokens = len(completion.token_ids)
-        missing = f"output tokens {num_tokens} to {num_tokens - num_known - 1}"
-    else:
-        first = len(state.core_request.prompt_token_ids) - state.num_missing_prompt_logprobs
-        missing = f"log-probabilities of the prompt's tokens from {first} on"
-    return f"{missing} did not arrive from the engine"
-
-
 def _read_logprobs(
     completion: CompletionState, columns: TokenLogprobs, first: int, num_tokens: int
 ) -> None:
@@ -371,6 +379,29 @@ def _read_logprobs(
     # One addition per token: the sum must not depend on how rows split the tokens.
     for position in positions:
         completion.cumulative_logprob += next(iter(position.values())).logprob
+
+
+def take_timing(state: RequestState, engine_id: str, timing: RequestTiming) -> None:
+    """Brings the metrics up to date with the timing of a completion. A completion may continue
+    on another engine, which received it later and knows nothing of the one before.
+    """
+    known = state.timings.setdefault(engine_id, [])
+    if known and timing.queued_time <= known[-1].queued_time:
+        known.pop()  # an engine sends all of its times again
+    known.append(timing)
+    every = [timing for timings in state.timings.values() for timing in timings]
+    first_steps = [timing.scheduled_time for timing in every if timing.scheduled_time]
+    first_tokens = [timing.first_token_time for timing in every if timing.first_token_time]
+    metrics = state.metrics
+    metrics.queued_ts = min(timing.queued_time for timing in every)
+    metrics.scheduled_ts = min(first_steps, default=0.0)
+    metrics.first_token_ts = min(first_tokens, default=0.0)
+    metrics.last_token_ts = max(timing.last_token_time for timing in every)
+    metrics.num_preemptions = sum(timing.num_preemptions for timing in every)
+    metrics.num_recomputed_tokens = sum(timing.num_recomputed_tokens for timing in every)
+    chunks = [chunk for timing in every for chunk in timing.prefill_chunks]
+    metrics.prefill_chunks = sorted(chunks, key=lambda chunk: chunk[1])
+    metrics.preemption_ts = sorted(ts for timing in every for ts in timing.preemption_times)
 
 
 def _read_prompt_logprobs(state: RequestState, columns: PromptLogprobs) -> None:

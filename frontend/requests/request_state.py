@@ -27,7 +27,7 @@ class CompletionState:
     index: int
     engine_id: str  # identifies its rows, and aborts it alone
     detokenizer: IncrementalDetokenizer | NoText
-    logprobs_reader: LogprobsReader | None  # None: no log-probabilities are reported
+    logprobs_reader: LogprobsReader | None = None  # None: no log-probabilities are reported
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -66,28 +66,6 @@ class RequestState:
     # of a request that pools, which has one completion without tokens
     task: str | None = None
     pooled: Array | None = None
-
-    def take_timing(self, engine_id: str, timing: RequestTiming) -> None:
-        """Brings the metrics up to date with the timing of a completion. A completion may continue
-        on another engine, which received it later and knows nothing of the one before.
-        """
-        known = self.timings.setdefault(engine_id, [])
-        if known and timing.queued_time <= known[-1].queued_time:
-            known.pop()  # an engine sends all of its times again
-        known.append(timing)
-        every = [timing for timings in self.timings.values() for timing in timings]
-        first_steps = [timing.scheduled_time for timing in every if timing.scheduled_time]
-        first_tokens = [timing.first_token_time for timing in every if timing.first_token_time]
-        metrics = self.metrics
-        metrics.queued_ts = min(timing.queued_time for timing in every)
-        metrics.scheduled_ts = min(first_steps, default=0.0)
-        metrics.first_token_ts = min(first_tokens, default=0.0)
-        metrics.last_token_ts = max(timing.last_token_time for timing in every)
-        metrics.num_preemptions = sum(timing.num_preemptions for timing in every)
-        metrics.num_recomputed_tokens = sum(timing.num_recomputed_tokens for timing in every)
-        chunks = [chunk for timing in every for chunk in timing.prefill_chunks]
-        metrics.prefill_chunks = sorted(chunks, key=lambda chunk: chunk[1])
-        metrics.preemption_ts = sorted(ts for timing in every for ts in timing.preemption_times)
 
     def entries(self) -> list[tuple[EngineCoreRequest, list[int]]]:
         """For each unfinished completion: its engine request and its output tokens so far.

@@ -56,21 +56,27 @@ class StatsLogger:
     def record(self, stats: SchedulerStats, epoch: int = 0, engine_index: int = 0) -> None:
         """Processes an engine's statistics, which arrive with its outputs."""
         now = time.monotonic()
-        if epoch != self._epochs.get(engine_index, 0):
-            # an engine that replaced another counts from 0
-            self._epochs[engine_index], self._base[engine_index] = epoch, SchedulerStats()
-        elif engine_index not in self._base:
-            if self.shares_engine:
-                self._begin, self._base[engine_index] = now, stats
-            else:
-                self._base[engine_index] = SchedulerStats()
+        if engine_index not in self._base or epoch != self._epochs.get(engine_index, 0):
+            self._rebase(now, stats, epoch, engine_index)
         self._latest[engine_index] = stats
-        stats = total(self._latest.values())
+        if len(self._latest) > 1:
+            stats = total(self._latest.values())
         self._is_idle = not (stats.num_running or stats.num_waiting or stats.num_swapped)
         if now - self._begin >= self.interval_s or (
             self._is_idle and now - self._last_line >= self.interval_s
         ):
             self.log(now)
+
+    def _rebase(self, now: float, stats: SchedulerStats, epoch: int, engine_index: int) -> None:
+        """Sets the statistics at the start for an engine that is new in this interval."""
+        if epoch != self._epochs.get(engine_index, 0):
+            self._epochs[engine_index] = epoch
+            self._base[engine_index] = SchedulerStats()  # it replaced another and counts from 0
+        elif self.shares_engine:
+            self._begin = now
+            self._base[engine_index] = stats
+        else:
+            self._base[engine_index] = SchedulerStats()
 
     def log(self, now: float | None = None) -> None:
         """Logs a line for the time since the last one, unless there are no statistics yet."""
@@ -185,8 +191,9 @@ class Telemetry:
     def take(self, outputs: EngineCoreOutputs) -> None:
         """Processes outputs of the engine."""
         if outputs.stats is not None:
-            self._stats[outputs.engine_index] = outputs.stats
-            self.stats = total(self._stats.values())
+            self._stats[outputs.engine_index] = self.stats = outputs.stats
+            if len(self._stats) > 1:
+                self.stats = total(self._stats.values())
             if self._log is not None:
                 self._log.record(outputs.stats, outputs.epoch, outputs.engine_index)
 

@@ -6,16 +6,12 @@ Must not know: messages, other requests, the readers of the text.
 from __future__ import annotations
 
 import codecs
-import json
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...ipc.messages import FinishReason
 from ...ipc.params import SamplingParams
-from .tokenizer import Tokenizer
+from .tokenizer import REPLACEMENT, PieceTable, Tokenizer
 
-REPLACEMENT = "\ufffd"
-# The byte tokens of byte-fallback vocabularies, such as "<0x0A>", in upper case.
-BYTE_TOKENS = {f"<0X{byte:02X}>": bytes([byte]) for byte in range(256)}
 MAX_CHARACTER_TOKENS = 4  # a character has at most four bytes, and a token at least one
 
 
@@ -196,7 +192,7 @@ def make_decoder(
     """Returns the fast, exact decoder for byte-level and byte-fallback vocabularies, otherwise the
     general one.
     """
-    table = piece_table(tokenizer, params.skip_special_tokens)
+    table = tokenizer.piece_tables[params.skip_special_tokens]
     if table is not None:
         return PieceDecoder(table, prompt_token_ids)
     return WindowDecoder(
@@ -205,60 +201,6 @@ def make_decoder(
         params.skip_special_tokens,
         params.spaces_between_special_tokens,
     )
-
-
-def piece_table(tokenizer: Tokenizer, skip_special_tokens: bool) -> PieceTable | None:
-    """Returns the tokenizer's table, built once; None if its decoder does more than concatenate
-    pieces.
-    """
-    if skip_special_tokens not in tokenizer.piece_tables:
-        tokenizer.piece_tables[skip_special_tokens] = _make_piece_table(
-            tokenizer, skip_special_tokens
-        )
-    return tokenizer.piece_tables[skip_special_tokens]
-
-
-class PieceTable(dict[int, bytes]):
-    """Token id -> the bytes it adds to the text. Entries are computed on first use."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        skip_special_tokens: bool,
-        *,
-        byte_level: bool,
-        num_stripped: int = 0,
-    ):
-        self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._byte_of_character = _byte_level_alphabet() if byte_level else None
-        self._texts: dict[int, str | None] = {}
-        # spaces that the decoder strips from the beginning of a text
-        self.num_stripped = num_stripped
-        self.errors = "replace" if byte_level else "quire.replace_each_byte"
-
-    def __missing__(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
-        piece = b"" if token is None or token_id in self._skipped else self._bytes_of(token)
-        self[token_id] = piece
-        return piece
-
-    def text_of(self, token_id: int) -> str | None:
-        """Returns the token's text if it consists of whole characters, otherwise None."""
-        if token_id not in self._texts:
-            try:
-                self._texts[token_id] = self[token_id].decode()
-            except UnicodeDecodeError:
-                self._texts[token_id] = None
-        return self._texts[token_id]
-
-    def _bytes_of(self, token: str) -> bytes:
-        if self._byte_of_character is not None:
-            values = [self._byte_of_character.get(character) for character in token]
-            known = [value for value in values if value is not None]
-            return bytes(known) if len(known) == len(values) else token.encode()
-        byte = BYTE_TOKENS.get(token.upper()) if token.startswith("<0x") else None
-        return token.replace("▁", " ").encode() if byte is None else byte
 
 
 class PieceDecoder:
@@ -363,59 +305,3 @@ class WindowDecoder:
 
     def _text(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
-
-
-def _make_piece_table(tokenizer: Tokenizer, skip_special_tokens: bool) -> PieceTable | None:
-    decoder = tokenizer.backend.decoder
-    if decoder is None:
-        return None
-    description = json.loads(decoder.__getstate__())
-    steps = description["decoders"] if description["type"] == "Sequence" else [description]
-    kinds = [step["type"] for step in steps]
-    if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
-        return PieceTable(tokenizer, skip_special_tokens, byte_level=True)
-    if (
-        kinds[:3] == ["Replace", "ByteFallback", "Fuse"]
-        and _is_space(steps[0])
-        and (num := _num_stripped(steps[3:])) is not None
-    ):
-        return PieceTable(tokenizer, skip_special_tokens, byte_level=False, num_stripped=num)
-    return None
-
-
-def _is_space(step: dict[str, Any]) -> bool:
-    return step["pattern"] == {"String": "▁"} and step["content"] == " "
-
-
-def _num_stripped(steps: list[dict[str, Any]]) -> int | None:
-    """Number of spaces that the steps after Fuse strip from the text's beginning; None if they do
-    anything else.
-    """
-    if not steps:
-        return 0
-    is_strip = (
-        len(steps) == 1
-        and steps[0]["type"] == "Strip"
-        and steps[0]["content"] == " "
-        and steps[0]["stop"] == 0
-    )
-    return steps[0]["start"] if is_strip else None
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's mapping of bytes to visible characters: printable Latin-1 maps to itself, the other
-    bytes to 256, 257, … in order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
-
-
-def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeDecodeError)
-    return REPLACEMENT * (error.end - error.start), error.end
-
-
-codecs.register_error("quire.replace_each_byte", _replace_each_byte)

@@ -6,6 +6,8 @@ Must not know: transformers, requests, how text is streamed (detokenizer.py).
 
 from __future__ import annotations
 
+import codecs
+import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +23,9 @@ from ...ipc.models.gguf_tokenizer import Vocabulary, gguf_tokenizer, gguf_tokeni
 from . import token_bounds, tokenizer_trial
 from .chat_template import choose_template, read_chat_templates, render_chat
 
+REPLACEMENT = "\ufffd"
+# The byte tokens of byte-fallback vocabularies, such as "<0x0A>", in upper case.
+BYTE_TOKENS = {f"<0X{byte:02X}>": bytes([byte]) for byte in range(256)}
 # Limits on a tokenizer's normalizers. Published ones have at most 20 steps and make a text at most
 # four times as long, or 36 times with sentencepiece's table, whose longest text has 18 characters.
 MAX_NORMALIZERS = 256
@@ -75,8 +80,7 @@ class Tokenizer:
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
         self.chat_templates = read_chat_templates(self.directory, config)
-        # used by detokenizer.py, by skip_special_tokens; entries are added on first use
-        self.piece_tables: dict[bool, Any] = {}
+        self.piece_tables = PieceTables(self.backend, self.special_ids)
 
     def _special_id(self, key: str) -> int | None:
         text = self.special_tokens_map.get(key)
@@ -384,3 +388,120 @@ def _add_missing_tokens(
         *map(_token_text, extra.values() if isinstance(extra, dict) else extra),
     ]
     backend.add_special_tokens([text for text in dict.fromkeys(named) if text not in present])
+
+
+# ---------------------------------------------------------------- the bytes of each token
+
+
+class PieceTable(dict[int, bytes]):
+    """Token id -> the bytes it adds to the text. Entries are computed on first use."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        skipped: frozenset[int],
+        *,
+        byte_level: bool,
+        num_stripped: int = 0,
+    ):
+        self._backend = backend
+        self._skipped = skipped
+        self._byte_of_character = _byte_level_alphabet() if byte_level else None
+        self._texts: dict[int, str | None] = {}
+        # spaces that the decoder strips from the beginning of a text
+        self.num_stripped = num_stripped
+        self.errors = "replace" if byte_level else "quire.replace_each_byte"
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        piece = b"" if token is None or token_id in self._skipped else self._bytes_of(token)
+        self[token_id] = piece
+        return piece
+
+    def text_of(self, token_id: int) -> str | None:
+        """Returns the token's text if it consists of whole characters, otherwise None."""
+        if token_id not in self._texts:
+            try:
+                self._texts[token_id] = self[token_id].decode()
+            except UnicodeDecodeError:
+                self._texts[token_id] = None
+        return self._texts[token_id]
+
+    def _bytes_of(self, token: str) -> bytes:
+        if self._byte_of_character is not None:
+            values = [self._byte_of_character.get(character) for character in token]
+            known = [value for value in values if value is not None]
+            return bytes(known) if len(known) == len(values) else token.encode()
+        byte = BYTE_TOKENS.get(token.upper()) if token.startswith("<0x") else None
+        return token.replace("▁", " ").encode() if byte is None else byte
+
+
+class PieceTables(dict[bool, PieceTable | None]):
+    """skip_special_tokens -> the table, made on first use; None if the tokenizer's decoder does
+    more than concatenate pieces.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]):
+        self._backend = backend
+        self._special_ids = special_ids
+
+    def __missing__(self, skip_special_tokens: bool) -> PieceTable | None:
+        skipped: frozenset[int] = self._special_ids if skip_special_tokens else frozenset()
+        self[skip_special_tokens] = table = _make_piece_table(self._backend, skipped)
+        return table
+
+
+def _make_piece_table(backend: tokenizers.Tokenizer, skipped: frozenset[int]) -> PieceTable | None:
+    decoder = backend.decoder
+    if decoder is None:
+        return None
+    description = json.loads(decoder.__getstate__())
+    steps = description["decoders"] if description["type"] == "Sequence" else [description]
+    kinds = [step["type"] for step in steps]
+    if [kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"]:
+        return PieceTable(backend, skipped, byte_level=True)
+    if (
+        kinds[:3] == ["Replace", "ByteFallback", "Fuse"]
+        and _is_space(steps[0])
+        and (num := _num_stripped(steps[3:])) is not None
+    ):
+        return PieceTable(backend, skipped, byte_level=False, num_stripped=num)
+    return None
+
+
+def _is_space(step: dict[str, Any]) -> bool:
+    return step["pattern"] == {"String": "▁"} and step["content"] == " "
+
+
+def _num_stripped(steps: list[dict[str, Any]]) -> int | None:
+    """Number of spaces that the steps after Fuse strip from the text's beginning; None if they do
+    anything else.
+    """
+    if not steps:
+        return 0
+    is_strip = (
+        len(steps) == 1
+        and steps[0]["type"] == "Strip"
+        and steps[0]["content"] == " "
+        and steps[0]["stop"] == 0
+    )
+    return steps[0]["start"] if is_strip else None
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's mapping of bytes to visible characters: printable Latin-1 maps to itself, the other
+    bytes to 256, 257, … in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error("quire.replace_each_byte", _replace_each_byte)

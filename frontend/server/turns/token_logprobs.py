@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from ...outputs import Logprob, PositionLogprobs
-from ...text.detokenizer import piece_table
 from ...text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # OpenAI's value for a probability of zero; JSON has no infinity
@@ -53,9 +52,7 @@ class TokenWriter:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False):
-        self._table = (
-            None if tokenizer is None else piece_table(tokenizer, skip_special_tokens=False)
-        )
+        self._table = None if tokenizer is None else tokenizer.piece_tables[False]
         self._special_ids = frozenset() if tokenizer is None else tokenizer.special_ids
         self._tokenizer = tokenizer
         self._as_ids = as_ids

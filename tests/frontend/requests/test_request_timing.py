@@ -10,7 +10,7 @@ from quire import SamplingParams
 from quire.frontend.outputs import RequestMetrics
 from quire.frontend.requests import output_processor
 from quire.frontend.requests.input_processor import InputProcessor
-from quire.frontend.requests.output_processor import OutputProcessor
+from quire.frontend.requests.output_processor import OutputProcessor, take_timing
 from quire.frontend.requests.request_state import RequestState
 from quire.frontend.server.meters import Meters
 from quire.ipc.messages import EngineCoreRequest, FinishReason, RequestTiming
@@ -38,7 +38,7 @@ def timed_state(*timings: RequestTiming) -> RequestState:
     request = EngineCoreRequest("e", [1, 2], SamplingParams())
     state = RequestState("r", None, request, 0.0, RequestMetrics(0.0))
     for i, timing in enumerate(timings):
-        state.take_timing(f"{i}_e", timing)
+        take_timing(state, f"{i}_e", timing)
     return state
 
 
@@ -48,11 +48,11 @@ def timed(outputs, timing: RequestTiming, timestamp: float):
 
 def test_a_completion_that_continues_on_another_engine_keeps_its_first_times():
     state = timed_state()
-    state.take_timing("a", RequestTiming(0, 1.0, 2.0, 3.0, 3.0, prefill_chunks=[(0, 2.0, 3.0, 9)]))
-    state.take_timing("a", RequestTiming(0, 1.0, 2.0, 3.0, 4.0, 1, 7, [3.5], [(0, 2.0, 3.0, 9)]))
+    take_timing(state, "a", RequestTiming(0, 1.0, 2.0, 3.0, 3.0, prefill_chunks=[(0, 2.0, 3.0, 9)]))
+    take_timing(state, "a", RequestTiming(0, 1.0, 2.0, 3.0, 4.0, 1, 7, [3.5], [(0, 2.0, 3.0, 9)]))
     for _ in range(2):  # an engine sends all of its times again and again
-        state.take_timing(
-            "a", RequestTiming(0, 10.0, 11.0, 12.0, 13.0, 1, 2, [12.5], [(0, 11.0, 12.0, 9)])
+        take_timing(
+            state, "a", RequestTiming(0, 10.0, 11.0, 12.0, 13.0, 1, 2, [12.5], [(0, 11.0, 12.0, 9)])
         )
         expected = {
             "queued_ts": 1.0,
@@ -65,7 +65,7 @@ def test_a_completion_that_continues_on_another_engine_keeps_its_first_times():
             "preemption_ts": [3.5, 12.5],
         }
         assert {name: getattr(state.metrics, name) for name in expected} == expected
-    state.take_timing("a", RequestTiming(0, 20.0, 0.0, 0.0, 0.0))
+    take_timing(state, "a", RequestTiming(0, 20.0, 0.0, 0.0, 0.0))
     assert state.metrics.first_token_ts == 3.0
     assert state.metrics.num_preemptions == 2
 

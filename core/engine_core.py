@@ -33,7 +33,7 @@ from ..ipc.models.expert_parallel import shares_experts
 from ..ipc.models.memory_plan import fitting_tokens
 from ..ipc.models.ranks import num_ranks, num_steps_in_flight
 from ..ipc.step_messages import ModelRunnerOutput
-from ..ipc.threads import begin
+from ..ipc.threads import start_in_thread
 from .arrivals import Arrivals
 from .loras import LoraRegistry
 from .observation import Observer, StepRecords, log_step
@@ -437,7 +437,7 @@ def begin_import() -> Future[Any]:
     # first here: this thread needs it while the other one holds the GIL
     from ..executor.weights import early_memory  # noqa: F401
 
-    return begin(import_executor)
+    return start_in_thread(import_executor)
 
 
 def import_executor(config: EngineConfig | None = None) -> Callable[[], Any]:

@@ -277,21 +277,21 @@ class EngineCoreProc:
                 self.core.drop_client(event.client_index)
             if isinstance(event, events.ClientLeft):
                 self.output.disconnect(event.client_index)
-        elif isinstance(event, events.Crowded):
+        elif isinstance(event, events.ClientBeyondLimit):
             self._make_room(event)
         elif isinstance(event, events.LeaveSignal):
             self.is_draining, self.delays_leaving = True, not self.is_daemon
         elif isinstance(event, events.Fatal):
             raise EngineDeadError(f"{event.what}: {event.error}") from event.error
 
-    def _make_room(self, crowded: events.Crowded) -> None:
+    def _make_room(self, beyond_limit: events.ClientBeyondLimit) -> None:
         """Releases the client that has been idle for the longest time, if any is."""
         found: list[int] = []
         self.input.call(lambda: found.extend(self.input.idle_clients(IDLE_S)))
         idle = next((one for one in found if self._is_idle(one)), None)
         if idle is not None:
             logger.info("client %d was idle and makes room for another", idle)
-        self.input.call(lambda: self.input.admit(crowded, idle, IDLE_S))
+        self.input.call(lambda: self.input.admit(beyond_limit, idle, IDLE_S))
 
     def _is_idle(self, client_index: int) -> bool:
         return not self.num_open_calls[client_index] and (

@@ -28,7 +28,7 @@ ITEM_BYTES = {dtype: int(dtype[1]) for dtype in DTYPES}
 class BadFrameError(ValueError):
     """The frames are not a message of the expected kind.
 
-    The only exception that `Decoder.decode` raises, whatever the bytes.
+    The only exception that `MessageDecoder.decode` raises, whatever the bytes.
     """
 
 
@@ -36,7 +36,7 @@ class MessageTooLargeError(ValueError):
     """The message is larger than max_message_bytes; the peer would refuse it."""
 
 
-class Encoder:
+class MessageEncoder:
     """Encodes messages. Not thread-safe: large arrays are kept here during an encoding."""
 
     def __init__(self, max_message_bytes: int):
@@ -81,7 +81,7 @@ class Encoder:
         return [value.dtype, value.shape, len(self._buffers)]  # the index among the frames
 
 
-class Decoder:
+class MessageDecoder:
     """Decodes the messages of one direction (`type_` is ClientMessage or EngineMessage). Not
     thread-safe.
     """
@@ -154,7 +154,10 @@ class Codec:
 
 def make_codec(received: Any, max_message_bytes: int) -> Codec:
     """received: the type of the messages that this end decodes."""
-    encoder, decoder = Encoder(max_message_bytes), Decoder(received, max_message_bytes)
+    encoder, decoder = (
+        MessageEncoder(max_message_bytes),
+        MessageDecoder(received, max_message_bytes),
+    )
     return Codec(max_message_bytes, encoder.encode, decoder.decode)
 
 
@@ -173,7 +176,7 @@ def readable_error(error: BadFrameError, frames: Sequence[Any]) -> str:
     try:
         tag = msgspec.msgpack.decode(frames[0])[0]
         return re.sub(r"`\$\[(\d+)\]", name, str(error))
-    except Exception:  # as in Decoder.decode: any bytes are possible here
+    except Exception:  # as in MessageDecoder.decode: any bytes are possible here
         return str(error)
 
 
@@ -183,7 +186,7 @@ def sender_id(frames: Sequence[Any]) -> str | int | None:
     """
     try:
         tag, identity, *_ = msgspec.msgpack.decode(frames[0])
-    except Exception:  # as in Decoder.decode: any bytes are possible here
+    except Exception:  # as in MessageDecoder.decode: any bytes are possible here
         return None
     return (
         identity

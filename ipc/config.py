@@ -461,7 +461,7 @@ class ConfigField:
         return next((extra[key] for extra in extras if extra and key in extra), default)
 
 
-def fields_of(section: type[Section], name: str = "") -> dict[str, ConfigField]:
+def section_fields(section: type[Section], name: str = "") -> dict[str, ConfigField]:
     """Returns the settings of a section by name. A field that is filled in later has no text and is
     not a setting.
     """
@@ -479,5 +479,5 @@ def config_fields() -> Mapping[str, ConfigField]:
     return {
         name: field
         for section in sections
-        for name, field in fields_of(section.type, section.name).items()
+        for name, field in section_fields(section.type, section.name).items()
     }

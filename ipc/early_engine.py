@@ -41,11 +41,11 @@ def early_engine(engine: str, arguments: Mapping[str, Any]) -> Iterator[None]:
         _waiting.spawn(engine_command(imports_early=True), max_message_bytes)
         yield
     finally:
-        if (connection := take()) is not None:
+        if (connection := take_early_engine()) is not None:
             connection.close()  # it has nothing to save
 
 
-def take() -> Connection | None:
+def take_early_engine() -> Connection | None:
     """Returns the connection to the waiting process, once; the caller owns it."""
     global _waiting
     taken, _waiting = _waiting, None

@@ -26,9 +26,16 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from .codec import BadFrameError, Codec, Encoder, readable_error, sender_id
+from .codec import BadFrameError, Codec, MessageEncoder, readable_error, sender_id
 from .errors import EngineDeadError
-from .listener import ATTACH_TIMEOUT_S, BadAttachError, Refusal, answer, credentials_of, read_attach
+from .listener import (
+    ATTACH_TIMEOUT_S,
+    BadAttachError,
+    Refusal,
+    credentials_of,
+    read_attach,
+    send_answer,
+)
 from .machine import descriptor_limit, num_open_descriptors
 from .messages import (
     BEAT,
@@ -91,7 +98,7 @@ class ClientOverflowed(NamedTuple):
     client_index: int
 
 
-class Crowded(NamedTuple):
+class ClientBeyondLimit(NamedTuple):
     """A program wants to be served, and there are no descriptors for another. `admit` answers."""
 
     connection: socket.socket
@@ -117,7 +124,7 @@ Event = (
     | ClientJoined
     | ClientLeft
     | ClientOverflowed
-    | Crowded
+    | ClientBeyondLimit
     | LeaveSignal
     | Wake
     | Fatal
@@ -158,7 +165,7 @@ class EngineInput:
         self._send = send
         self._context = context
         self.codec = codec
-        self._encoder = Encoder(codec.max_message_bytes)  # of this thread; for Hello alone
+        self._encoder = MessageEncoder(codec.max_message_bytes)  # of this thread; for Hello alone
         self._signals = signals
         self._clients: dict[int, InputClient] = {}
         self._num_joined = 0
@@ -334,7 +341,7 @@ class EngineInput:
         try:
             is_served = self._attach(connection)
         except Refusal as refusal:
-            answer(connection, TurnedAway(str(refusal)))
+            send_answer(connection, TurnedAway(str(refusal)))
         except (BadAttachError, OSError, zmq.ZMQError):
             self.num_bad_frames += 1
         finally:
@@ -349,7 +356,7 @@ class EngineInput:
         if self._has_descriptors():
             self._serve(connection, wire)
         else:
-            self.events.put(Crowded(connection, wire))
+            self.events.put(ClientBeyondLimit(connection, wire))
         return True
 
     def idle_clients(self, idle_s: float) -> list[int]:
@@ -361,14 +368,14 @@ class EngineInput:
         idle = [(client.heard_at, index) for index, client in self._clients.items()]
         return [index for heard_at, index in sorted(idle) if heard_at < until]
 
-    def admit(self, crowded: Crowded, idle: int | None, idle_s: float) -> None:
+    def admit(self, beyond_limit: ClientBeyondLimit, idle: int | None, idle_s: float) -> None:
         """Releases the client `idle`, if it still is, and serves the connection in its place."""
-        connection, num_spare = crowded.connection, SPARE_DESCRIPTORS
+        connection, num_spare = beyond_limit.connection, SPARE_DESCRIPTORS
         try:
             if idle in self.idle_clients(idle_s):
                 client = self._clients[idle]
                 if not has_message(client.dealer) and client.connection is not None:
-                    answer(client.connection, TurnedAway(RELEASED))
+                    send_answer(client.connection, TurnedAway(RELEASED))
                     self._drop(idle)
                     num_spare //= 2  # its sockets are not closed yet
             if not self._has_descriptors(num_spare):
@@ -378,9 +385,9 @@ class EngineInput:
                     f"LimitNOFILE of a systemd unit, raises it), and none has been idle for "
                     f"{idle_s:g} s"
                 )
-            self._serve(connection, crowded.wire)
+            self._serve(connection, beyond_limit.wire)
         except Refusal as refusal:
-            answer(connection, TurnedAway(str(refusal)))
+            send_answer(connection, TurnedAway(str(refusal)))
             connection.close()
         except (OSError, zmq.ZMQError):
             connection.close()
@@ -389,7 +396,7 @@ class EngineInput:
         pid = credentials_of(connection).pid
         pidfd = os.pidfd_open(pid) if pid else None  # 0: of another container
         try:
-            answer(connection, Served(os.getpid()))
+            send_answer(connection, Served(os.getpid()))
             client_index = self._add_client(wire, connection, pidfd)
         except BaseException:
             if pidfd is not None:

@@ -62,7 +62,7 @@ class Close(NamedTuple):
 
 
 @dataclass
-class Reader:
+class OutputClient:
     """The output thread's record of a client."""
 
     push: zmq.Socket
@@ -107,7 +107,7 @@ class EngineOutput:
         self._on_lost = on_lost
         self._context = context
         self._codec = codec
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[int, OutputClient] = {}
         self._orders: deque[Connect | Disconnect | Send | Close] = deque()
         self._wake_fd = os.eventfd(0)
         self._poller = zmq.Poller()
@@ -200,7 +200,7 @@ class EngineOutput:
                 raise
             self._on_overflow(order.client_index)
         else:
-            self._readers[order.client_index] = Reader(push)
+            self._readers[order.client_index] = OutputClient(push)
 
     def _encode(self, order: Send) -> list:
         try:
@@ -220,7 +220,7 @@ class EngineOutput:
                 )
             raise
 
-    def _send(self, reader: Reader, client_index: int, frames: list) -> None:
+    def _send(self, reader: OutputClient, client_index: int, frames: list) -> None:
         if not reader.backlog:
             try:
                 reader.push.send_multipart(frames, zmq.NOBLOCK, copy=len(frames) == 1)
@@ -240,7 +240,7 @@ class EngineOutput:
                 reader.is_dropped = True
                 self._on_overflow(client_index)
 
-    def _flush(self, reader: Reader) -> None:
+    def _flush(self, reader: OutputClient) -> None:
         """Sends as much of a backlog as the connection accepts."""
         while reader.backlog:
             try:

@@ -15,7 +15,7 @@ import zmq
 
 from .config import EngineConfig
 from .connection import Connection
-from .early_engine import take as take_early_engine
+from .early_engine import take_early_engine
 from .errors import EngineStartError
 from .failures import unpack_exception
 from .messages import PROTOCOL, Config, EngineDead, Failed, Hello, Progress, Ready

@@ -34,7 +34,7 @@ from .kv_events import (
     EventBatch,
     KVCacheEvent,
     KVEventsConfig,
-    encode,
+    encode_batch,
     parse_endpoint,
 )
 from .sockets import has_message, ipc_path
@@ -151,7 +151,7 @@ class KVEventPublisher:
     def _send(self) -> None:
         while self._waiting:
             number, batch = self._waiting.popleft()
-            payload = encode(batch)
+            payload = encode_batch(batch)
             self._sent.append((number, payload))
             self._publisher.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 

@@ -138,10 +138,10 @@ def check_kv_events(config: KVEventsConfig | None, *, has_prefix_cache: bool) ->
         parse_endpoint(config.replay_endpoint, must_bind=True)
 
 
-def encode(batch: EventBatch) -> bytes:
+def encode_batch(batch: EventBatch) -> bytes:
     return msgspec.msgpack.encode(batch)
 
 
-def decode(payload: Any) -> EventBatch:
+def decode_batch(payload: Any) -> EventBatch:
     """Raises msgspec.ValidationError."""
     return msgspec.msgpack.decode(payload, type=EventBatch)

@@ -254,7 +254,7 @@ def read_attach(connection: socket.socket, token: bytes | None) -> Attach | None
         return None
     try:
         attach = _decode_attach(data)
-    except Exception as error:  # as in codec.Decoder.decode: any bytes are possible here
+    except Exception as error:  # as in codec.MessageDecoder.decode: any bytes are possible here
         raise BadAttachError(str(error)) from None
     if attach.protocol != PROTOCOL:
         raise Refusal(
@@ -282,7 +282,7 @@ def read_attach(connection: socket.socket, token: bytes | None) -> Attach | None
     return attach
 
 
-def answer(connection: socket.socket, message: Served | TurnedAway) -> None:
+def send_answer(connection: socket.socket, message: Served | TurnedAway) -> None:
     """Does not block. A program that has left or does not read gets nothing."""
     try:
         connection.send(_encode(message), socket.MSG_DONTWAIT)

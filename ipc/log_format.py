@@ -107,7 +107,7 @@ def configure_logging(level: int, log_format: str, model: str = "") -> None:
         logging.getLogger("quire").setLevel(level)
 
 
-def level_of(name: str) -> int:
+def log_level_of(name: str) -> int:
     """The number of a level: "debug", "info", "warning" or "error"."""
     return logging.getLevelNamesMapping()[name.upper()]
 

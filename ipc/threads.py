@@ -13,7 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def begin(function: Callable[[], T]) -> Future[T]:
+def start_in_thread(function: Callable[[], T]) -> Future[T]:
     """Calls function() in a thread and returns a future of its result or exception.
 
     An exiting program does not wait for it.

@@ -105,7 +105,7 @@ class StepTrace(Record, frozen=True):
     ranks: list[RankTrace] = []
 
 
-class Limits(Record, frozen=True):
+class MachineLimits(Record, frozen=True):
     """Measured on this machine, with the engine's threads; 0 where it is not known."""
 
     bytes_per_s: float = 0.0  # as much memory as the weights take, at most 256 MiB
@@ -117,7 +117,7 @@ class RanksTrace(Record, frozen=True):
     """What the executor recorded: for each step, by its number, the ranks."""
 
     steps: dict[int, list[RankTrace]] = {}
-    limits: Limits = Limits()
+    limits: MachineLimits = MachineLimits()
     places: dict[str, str] = {}  # by stage
     notes: list[str] = []
     implementation: str = ""
@@ -161,7 +161,7 @@ class EngineTrace(Record, frozen=True):
     model_class: str
     pid: int
     steps: list[StepTrace] = []
-    limits: Limits = Limits()
+    limits: MachineLimits = MachineLimits()
     places: dict[str, str] = {}
     notes: list[str] = []  # how the traced steps differ from others
     coded: list[Coded] = []  # by an engine in another process; its client makes hops of them

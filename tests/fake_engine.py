@@ -20,7 +20,7 @@ from quire.core.engine_core import EngineCore
 from quire.core.engine_proc import leave, main
 from quire.core.scheduling.scheduler import Scheduler
 from quire.ipc import errors
-from quire.ipc.codec import Decoder
+from quire.ipc.codec import MessageDecoder
 from quire.ipc.config import EngineConfig
 from quire.ipc.messages import AbortRequests, EngineCoreOutputs, EngineMessage, PaceOutputs
 from quire.ipc.params import StructuredOutputsParams
@@ -132,7 +132,7 @@ class Records:
         self.deliver: Callable[[EngineCoreOutputs], None] | None = None  # to the last sender
         self.calls = {"received": self.received, "send": self.send, "same": self.same}
         self.calls["refuse"] = self.refuse
-        self._decoder = Decoder(EngineMessage, 2**24)
+        self._decoder = MessageDecoder(EngineMessage, 2**24)
 
     def received(self) -> list[bytes]:
         return self.messages

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from quire.ipc.codec import INLINE_BYTES, Encoder
+from quire.ipc.codec import INLINE_BYTES, MessageEncoder
 from quire.ipc.counters import SchedulerStats
 from quire.ipc.messages import (
     PROTOCOL,
@@ -99,7 +99,9 @@ NUM_FRAMES = pytest.mark.parametrize(
 
 def mutations(messages: list, rng: random.Random, num_frames: int) -> Iterator[list[bytes]]:
     """Generate frames that are random, cut, spliced, bit-flipped, repeated or reordered."""
-    originals = [[bytes(frame) for frame in Encoder(2**24).encode(message)] for message in messages]
+    originals = [
+        [bytes(frame) for frame in MessageEncoder(2**24).encode(message)] for message in messages
+    ]
     for _ in range(num_frames):
         frames = list(rng.choice(originals))
         kind = rng.randrange(7)

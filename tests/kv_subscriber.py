@@ -15,7 +15,7 @@ from quire.ipc.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
-    decode,
+    decode_batch,
     hash_for_routers,
 )
 
@@ -99,7 +99,7 @@ class Subscriber:
     def _apply(self, number: int, payload: bytes) -> None:
         assert number > self.last
         self.last = number
-        for event in decode(payload).events:
+        for event in decode_batch(payload).events:
             if isinstance(event, BlockStored):
                 added = {(event.medium, event.group_idx, one) for one in event.block_hashes}
                 assert len(added) == len(event.block_hashes) and not added & self.known

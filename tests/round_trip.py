@@ -10,7 +10,7 @@ from typing import Any
 from quire.frontend.clients.client import result_of
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.ipc import messages as m
-from quire.ipc.codec import BadFrameError, Decoder, Encoder, readable_error
+from quire.ipc.codec import BadFrameError, MessageDecoder, MessageEncoder, readable_error
 from quire.ipc.config import EngineConfig
 
 MAX_BYTES = 2**26
@@ -19,9 +19,9 @@ MAX_BYTES = 2**26
 class RoundTripClient(InprocClient):
     def __init__(self, config: EngineConfig, **options: Any):
         super().__init__(config, **options)
-        self._encoder = Encoder(MAX_BYTES)
-        self._to_engine = Decoder(m.ClientMessage, MAX_BYTES)
-        self._to_client = Decoder(m.EngineMessage, MAX_BYTES)
+        self._encoder = MessageEncoder(MAX_BYTES)
+        self._to_engine = MessageDecoder(m.ClientMessage, MAX_BYTES)
+        self._to_client = MessageDecoder(m.EngineMessage, MAX_BYTES)
 
     def add_request(self, request: m.EngineCoreRequest) -> None:
         """One that cannot be decoded gets an error row, as from ipc/engine_input.py."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ...ipc.block_offload import BlockOffload
-from ...ipc.codec import Decoder, Encoder
+from ...ipc.codec import MessageDecoder, MessageEncoder
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidParameterError
 from ...ipc.failures import unpack_exception
@@ -108,8 +108,8 @@ class MultiprocExecutor:
         self._first_sampling = size - device.tensor_parallel_size  # in the last stage
         self._running: deque[PendingRanks] = deque()  # steps, the oldest first
         self._sampled: list[Sampled] = []  # what the ranks have not been told
-        self._encoder = Encoder(MAX_MESSAGE_BYTES)
-        self._decoders = [Decoder(Reply, MAX_MESSAGE_BYTES) for _ in range(size)]
+        self._encoder = MessageEncoder(MAX_MESSAGE_BYTES)
+        self._decoders = [MessageDecoder(Reply, MAX_MESSAGE_BYTES) for _ in range(size)]
         self._checks: dict[int, tuple[int, Future[None]]] = {}  # number -> (replies left, future)
         self._num_checks = 0
         self._report: Callable[[str, float], None] = _report_nothing

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from ...ipc import platform_tuning
-from ...ipc.codec import Decoder, Encoder
+from ...ipc.codec import MessageDecoder, MessageEncoder
 from ...ipc.config import EngineConfig
 from ...ipc.failures import pack_exception
 from ...ipc.log_format import FORMATS, configure_logging
@@ -115,8 +115,8 @@ class Rank:
     def __init__(self, links: RankLinks, num_threads: int):
         self._links = links
         self._num_threads = num_threads
-        self._decoder = Decoder(Command, MAX_MESSAGE_BYTES)
-        self._encoder = Encoder(MAX_MESSAGE_BYTES)
+        self._decoder = MessageDecoder(Command, MAX_MESSAGE_BYTES)
+        self._encoder = MessageEncoder(MAX_MESSAGE_BYTES)
         self._lock = threading.Lock()  # of replies: a grammar's comes from another thread
         self._worker: Worker
 

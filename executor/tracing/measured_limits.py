@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from ...ipc.trace import Limits
+from ...ipc.trace import MachineLimits
 from ...kernels.cpu.limits import quick_gemm_flops, read_bandwidth
 
 # more than the caches of most machines; small models are read from caches, as in a step
@@ -24,22 +24,24 @@ def measured_limits(
     quantization: str | None,
     weights_bytes: int,
     num_threads: int,
-) -> Limits:
+) -> MachineLimits:
     """Memory bandwidth for as many bytes as the weights have, and products in `dtype`."""
     num_bytes = min(max(weights_bytes, MIN_READ_BYTES), MAX_READ_BYTES)
     if device.type != "cpu":
         return _of_gpu(device, dtype, MAX_READ_BYTES)
     flops = quick_gemm_flops(dtype, SECONDS)
     int8_ops = quick_gemm_flops(torch.int8, SECONDS) if quantization else 0.0
-    return Limits(read_bandwidth(num_bytes, num_threads, SECONDS), flops, max(flops, int8_ops))
+    return MachineLimits(
+        read_bandwidth(num_bytes, num_threads, SECONDS), flops, max(flops, int8_ops)
+    )
 
 
-def _of_gpu(device: torch.device, dtype: torch.dtype, num_bytes: int) -> Limits:
+def _of_gpu(device: torch.device, dtype: torch.dtype, num_bytes: int) -> MachineLimits:
     memory = torch.ones(num_bytes // 4, device=device)
     x = torch.ones(4096, 4096, device=device, dtype=dtype)
     bandwidth = memory.nbytes / _shortest(memory.sum)
     flops = 2 * 4096**3 / _shortest(lambda: x @ x)
-    return Limits(bandwidth, flops, flops)
+    return MachineLimits(bandwidth, flops, flops)
 
 
 def _shortest(function: object) -> float:

@@ -22,7 +22,7 @@ from ...ipc.models.quantization_config import CheckpointQuantization
 from ...ipc.models.stacked_experts import (
     MXFP4_NUMBERS,
     MXFP4_SCALES,
-    Piece,
+    StackedPiece,
     stacked_pieces,
 )
 from ...ipc.models.stored_names import find_stored_names, is_ignored
@@ -156,7 +156,7 @@ class _WeightReader:
         return name, _in_mxfp4(stored, piece, file, None if scales == path else scales)
 
 
-def _piece(file: Any, piece: Piece, stored_names: set[str]) -> torch.Tensor:
+def _piece(file: Any, piece: StackedPiece, stored_names: set[str]) -> torch.Tensor:
     """A weight that lies in a stored tensor with others: a view of the mapped file, or a copy of
     rows that are not neighbours there; of a weight in MXFP4, the numbers of the whole expert.
     """
@@ -170,7 +170,7 @@ def _piece(file: Any, piece: Piece, stored_names: set[str]) -> torch.Tensor:
 
 
 def _in_mxfp4(
-    numbers: torch.Tensor, piece: Piece, file: Any, scales_path: Path | None
+    numbers: torch.Tensor, piece: StackedPiece, file: Any, scales_path: Path | None
 ) -> PackedRows:
     """The piece of numbers [rows, groups, 16] of an expert; their scales are in `file`, or in that
     of `scales_path`.

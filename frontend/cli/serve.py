@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ipc import platform_tuning
 from ...ipc.errors import InvalidParameterError
-from ...ipc.log_format import configure_logging, level_of
+from ...ipc.log_format import configure_logging, log_level_of
 from .flags import ENGINE, Flag, engine_flags, given, server_flags
 from .parser import Parser
 from .plan import plan_beneath
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         with naming_sources(args.settings):
             return serve(config, served_models(args, arguments), ENGINE.default, arguments)
     engine = getattr(args, "engine", ENGINE.default)
-    configure_logging(level_of(config.log_level), config.log_format)
+    configure_logging(log_level_of(config.log_level), config.log_format)
     with early_engine(engine, arguments):
         from ..engine_args import EngineArgs
         from ..server.serving import serve

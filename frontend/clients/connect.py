@@ -11,7 +11,7 @@ from functools import partial
 from ...ipc.config import EngineConfig, ModelConfig
 from ...ipc.errors import InvalidParameterError
 from ...ipc.handshake import Report, report_nothing
-from ...ipc.threads import begin, in_thread
+from ...ipc.threads import in_thread, start_in_thread
 from ..engine_args import EngineArgs
 from ..telemetry.export import check_endpoint
 from ..text.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class TokenizerLoad:
     def on_progress(self, stage: str, fraction: float) -> None:
         """Records a stage of the engine's start. After "start" its configuration is sent."""
         if self._tokenizer is None and (stage != "start" or fraction == 1.0):
-            self._tokenizer = begin(lambda: load_tokenizer(self._model_config))
+            self._tokenizer = start_in_thread(lambda: load_tokenizer(self._model_config))
         self._on_progress(stage, fraction)
 
     def result(self) -> Tokenizer | None:

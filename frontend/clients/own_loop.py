@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from ...ipc.errors import EngineDeadError, EngineUsageError
-from ...ipc.threads import begin
+from ...ipc.threads import start_in_thread
 from .client import CLOSED
 from .guard import Owner
 
@@ -62,7 +62,7 @@ class OwnLoop:
                 if not task.cancelled():
                     task.exception()  # it is raised here, or gives way to the one from outside
                 raise
-        beside = begin(lambda: self._loop.run_until_complete(task))
+        beside = start_in_thread(lambda: self._loop.run_until_complete(task))
         try:
             return beside.result()
         except BaseException:

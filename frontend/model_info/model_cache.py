@@ -20,7 +20,7 @@ from .gguf_names import first_parts, quantization_of
 from .model_files import BUNDLED, find_model_directory, read_hf_config
 from .model_sizes import measure_model
 from .plan import Plan, make_plan
-from .stored_weights import stored_weights
+from .weight_labels import weight_labels
 
 SHORT_CONTEXT = 4096
 
@@ -46,7 +46,7 @@ def list_models() -> tuple[list[CachedModel], list[str]]:
     """
     bundled = find_model_directory(BUNDLED)
     models = [
-        describe(
+        describe_cached(
             BUNDLED,
             "",
             bundled,
@@ -74,11 +74,11 @@ def list_models() -> tuple[list[CachedModel], list[str]]:
                 sizes = [path.with_name(part) for part in part_names(path.name)]
                 num_bytes = sum(part.stat().st_size for part in sizes if part.is_file())
                 model = f"{repository.repo_id}{model_name}"
-                models.append(describe(model, name, path, num_bytes, partial))
+                models.append(describe_cached(model, name, path, num_bytes, partial))
             if files and not any(revision.snapshot_path.glob("*.safetensors")):
                 continue
             models.append(
-                describe(
+                describe_cached(
                     repository.repo_id, name, revision.snapshot_path, revision.size_on_disk, partial
                 )
             )
@@ -95,13 +95,13 @@ def _gguf_files(snapshot: Path) -> list[tuple[str, Path]]:
     ]
 
 
-def describe(
+def describe_cached(
     model: str, revision: str, directory: Path, size_bytes: int, problems: Iterable[str] = ()
 ) -> CachedModel:
     problems, hf_config, numbers, sizes = list(problems), {}, None, None
     try:
         hf_config = read_hf_config(directory, {})
-        numbers = stored_weights(directory, hf_config).numbers
+        numbers = weight_labels(directory, hf_config).numbers
         sizes = measure_model(hf_config, directory)
     except ModelLoadError as error:
         problems.append(_short(error, directory))

@@ -75,7 +75,7 @@ class Wanted(msgspec.Struct, frozen=True):
         return sum(blob.num_bytes for blob in self.blobs)
 
 
-class Progress(Protocol):
+class PullProgress(Protocol):
     """Called with the blob, and with each number of bytes received."""
 
     def begin(self, blob: HubBlob, num_bytes_there: int) -> None: ...
@@ -139,7 +139,7 @@ def _matching(names: list[str], patterns: list[str], without: list[str] = []) ->
 
 def pull(
     wanted: Wanted,
-    progress: Progress,
+    progress: PullProgress,
     *,
     revision: str | None = None,
     download_dir: str | None = None,
@@ -214,7 +214,7 @@ def _size(path: Path, otherwise: int = 0) -> int:
     return path.stat().st_size if path.is_file() else otherwise
 
 
-def _receive(wanted: Wanted, blob: HubBlob, blobs_folder: Path, progress: Progress) -> None:
+def _receive(wanted: Wanted, blob: HubBlob, blobs_folder: Path, progress: PullProgress) -> None:
     """Receives what is missing of one file, checks it, and gives it its name."""
     path = _partial(blobs_folder, blob)
     with path.open("ab") as file:
@@ -239,7 +239,7 @@ def _receive(wanted: Wanted, blob: HubBlob, blobs_folder: Path, progress: Progre
     path.replace(blobs_folder / blob.checksum)
 
 
-def _receive_rest(wanted: Wanted, blob: HubBlob, file: BinaryIO, progress: Progress) -> None:
+def _receive_rest(wanted: Wanted, blob: HubBlob, file: BinaryIO, progress: PullProgress) -> None:
     """Appends to the file until the connection ends. Raises DownloadError if it ends early."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff

@@ -17,7 +17,7 @@ from ...ipc.config import (
     PositiveInt,
     Section,
     aliases,
-    fields_of,
+    section_fields,
 )
 
 Seconds = Annotated[float, Meta(gt=0)]
@@ -236,7 +236,7 @@ class ServerConfig(Section, frozen=True):
 
 def server_fields() -> dict[str, ConfigField]:
     """Every setting of the server by name."""
-    return fields_of(ServerConfig)
+    return section_fields(ServerConfig)
 
 
 def most_connections(max_connections: int) -> int:

@@ -38,7 +38,7 @@ class _Abandoned(QuireError):
 
 class Download:
     """One download. All attributes belong to the event loop; `begin` and `add` are called by the
-    thread (see model_pull.Progress).
+    thread (see model_pull.PullProgress).
     """
 
     def __init__(self, name: str, settings: Downloads, num_models: int):

@@ -25,7 +25,7 @@ import uvicorn
 
 from ...ipc import platform_tuning
 from ...ipc.errors import EngineStartError, InvalidParameterError, QuireError
-from ...ipc.log_format import announce, configure_logging, level_of
+from ...ipc.log_format import announce, configure_logging, log_level_of
 from ...ipc.process import INTERRUPTS_IGNORED, ignores_interrupts
 from ...ipc.socket_files import SocketFile, directory_lock
 from ..async_llm import AsyncLLM
@@ -56,7 +56,7 @@ def serve(
     With a list of models, each has an engine that comes and goes (models.py), and the server
     outlives them; `common` has the engine settings of models that clients pull.
     """
-    configure_logging(level_of(config.log_level), config.log_format)
+    configure_logging(log_level_of(config.log_level), config.log_format)
     check_certificate(config)
     config = msgspec.structs.replace(config, max_connections=allowed_connections(config))
     listener = open_port(config)

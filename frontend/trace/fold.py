@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ...ipc.trace import Kernel, Limits, StepTrace
+from ...ipc.trace import Kernel, MachineLimits, StepTrace
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # operations whose products are of integers
@@ -33,7 +33,7 @@ class FoldedKernel:
     weight_bytes: int  # of one call; of the largest if layers differ
     num_bytes: int  # the same, weights included
     flops: int
-    limits: Limits
+    limits: MachineLimits
     seconds: list[float] = field(default_factory=list)  # of each call
 
     @property
@@ -88,7 +88,7 @@ def folded_module(module: str) -> str:
     return _INDEX.sub("[i]", module).replace(".[i]", "[i]")
 
 
-def fold(kernels: Iterable[Kernel], limits: Limits) -> list[FoldedKernel]:
+def fold(kernels: Iterable[Kernel], limits: MachineLimits) -> list[FoldedKernel]:
     """Returns an entry for each operation on a shape, in the order of their first calls."""
     found: dict[Key, FoldedKernel] = {}
     for kernel in kernels:

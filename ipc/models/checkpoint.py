@@ -23,7 +23,7 @@ from .gguf import is_gguf, read_gguf
 from .gguf_weights import check_gguf_tensors
 from .quantization_config import MXFP4, CheckpointQuantization
 from .quantized_tensors import UNUSED, StoredPart, parts_of, shape_of_weight
-from .stacked_experts import MXFP4_GROUP, MXFP4_NUMBERS, MXFP4_SCALES, Piece, stacked_pieces
+from .stacked_experts import MXFP4_GROUP, MXFP4_NUMBERS, MXFP4_SCALES, StackedPiece, stacked_pieces
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -144,7 +144,7 @@ def check_checkpoint(
     return origin
 
 
-class _Expected(NamedTuple):
+class _ExpectedTensors(NamedTuple):
     allowed: dict[str, StoredPart]  # tensors that files may have
     required: list[str]
     stacks: dict[str, list[str]]  # stored tensor -> the weights that lie in it
@@ -155,7 +155,7 @@ def _expected_tensors(
     tied: dict[str, str],
     quantization: CheckpointQuantization | None,
     num_experts: int,
-) -> _Expected:
+) -> _ExpectedTensors:
     parts = parts_of(shapes, quantization)
     quantized = {part.weight for part in parts.values()}
     plain = tuple(FLOAT_BYTES)
@@ -179,10 +179,10 @@ def _expected_tensors(
         stacks.setdefault(next(iter(stored)), []).append(weight)
         for name, shape in stored.items():
             allowed[name] = StoredPart(name, dtypes, (shape,), is_required=False)
-    return _Expected(allowed, required, stacks)
+    return _ExpectedTensors(allowed, required, stacks)
 
 
-def _in_mxfp4(weight: str, piece: Piece) -> dict[str, list[int]]:
+def _in_mxfp4(weight: str, piece: StackedPiece) -> dict[str, list[int]]:
     """Name -> shape of the numbers and of the scales that are stored in place of a tensor."""
     experts, columns, rows = piece.shape
     if columns % MXFP4_GROUP:

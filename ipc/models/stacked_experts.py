@@ -30,7 +30,7 @@ _RENAMED = (".block_sparse_moe.", ".mlp.")  # Mixtral's, in the form with stacke
 MXFP4_NUMBERS, MXFP4_SCALES, MXFP4_GROUP = "_blocks", "_scales", 32
 
 
-class Piece(NamedTuple):
+class StackedPiece(NamedTuple):
     """Where a weight lies in a stored tensor."""
 
     stored: str
@@ -41,7 +41,9 @@ class Piece(NamedTuple):
     is_transposed: bool = False  # an expert's rows are the last dimension
 
 
-def stacked_pieces(shapes: Mapping[str, list[int]], num_experts: int = 0) -> dict[str, Piece]:
+def stacked_pieces(
+    shapes: Mapping[str, list[int]], num_experts: int = 0
+) -> dict[str, StackedPiece]:
     """Weight -> its piece of a stored tensor, for the names of `shapes` that have another form.
     num_experts: of a layer, where `shapes` may lack the last ones.
 
@@ -52,7 +54,7 @@ def stacked_pieces(shapes: Mapping[str, list[int]], num_experts: int = 0) -> dic
     counts: dict[str, int] = {}
     for match in found.values():
         counts[match[1]] = max(counts.get(match[1], num_experts), int(match[2]) + 1)
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, StackedPiece] = {}
     for name, match in found.items():
         stack, is_second = _STACKS[match[3]]
         rows, *columns = shapes[name]
@@ -66,8 +68,8 @@ def stacked_pieces(shapes: Mapping[str, list[int]], num_experts: int = 0) -> dic
         if has_biases := f"{name.removesuffix(match[4])}bias" in shapes:
             whole = [count, *columns, stored_rows]
             place = slice(int(is_second), stored_rows, stored_rows // rows)
-        pieces[name] = Piece(stored, whole, int(match[2]), place, is_second, has_biases)
+        pieces[name] = StackedPiece(stored, whole, int(match[2]), place, is_second, has_biases)
     for name, shape in shapes.items():
         if name not in found and _RENAMED[0] in name:
-            pieces[name] = Piece(name.replace(*_RENAMED), shape, None)
+            pieces[name] = StackedPiece(name.replace(*_RENAMED), shape, None)
     return pieces

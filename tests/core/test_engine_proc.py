@@ -22,7 +22,7 @@ import psutil
 import pytest
 from quire.core.engine_proc import EngineCoreProc, make_threads
 from quire.ipc import engine_input as events
-from quire.ipc.codec import BadFrameError, Decoder, Encoder
+from quire.ipc.codec import BadFrameError, MessageDecoder, MessageEncoder
 from quire.ipc.errors import EngineDeadError, EngineStartError
 from quire.ipc.messages import (
     EngineCoreOutputs,
@@ -168,7 +168,7 @@ def test_fuzz_towards_the_client(open_client, num_frames):
 
 def is_outputs(frames: list[bytes]) -> bool:
     try:
-        return isinstance(Decoder(EngineMessage, 2**20).decode(frames), EngineCoreOutputs)
+        return isinstance(MessageDecoder(EngineMessage, 2**20).decode(frames), EngineCoreOutputs)
     except BadFrameError:
         return False
 
@@ -200,7 +200,7 @@ def test_a_slow_reader_blocks_the_steps_but_not_the_engine(monkeypatch):
     exit_codes = []
     thread = threading.Thread(target=lambda: exit_codes.append(proc.run(config)))
     thread.start()
-    encoder, decoder = Encoder(limit), Decoder(EngineMessage, limit)
+    encoder, decoder = MessageEncoder(limit), MessageDecoder(EngineMessage, limit)
     assert router.poll(5000) and receive(router)
     while pull.poll(5000) and not isinstance(decoder.decode(receive(pull)), Ready):
         pass  # its progress

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from quire.frontend.clients.mp_client import MPClient
-from quire.ipc.codec import Encoder
+from quire.ipc.codec import MessageEncoder
 from quire.ipc.messages import EngineCoreOutputs, Finished, FinishReason
 from quire.tests.core.test_engine_proc import collect, expected, make_request
 from quire.tests.fake_engine import COMMAND, open_blocking
@@ -33,7 +33,7 @@ def test_forged_outputs_do_not_arrive(key):
         request = make_request("r", max_tokens=30)
         client.add_request(request)
         forged = EngineCoreOutputs(0, ["r"], [0], [0], [], [Finished(0, FinishReason.ABORT)])
-        [frame] = Encoder(2**20).encode(forged)
+        [frame] = MessageEncoder(2**20).encode(forged)
         address = client.client._connection.wire.output_address
         subprocess.run([sys.executable, "-c", FORGER, address, frame.hex(), *key], check=True)
         tokens, end = collect(client, "r")["r"]

@@ -12,8 +12,8 @@ import pytest
 from quire.ipc.codec import (
     INLINE_BYTES,
     BadFrameError,
-    Decoder,
-    Encoder,
+    MessageDecoder,
+    MessageEncoder,
     MessageTooLargeError,
     sender_id,
 )
@@ -54,24 +54,30 @@ def outputs_with(data) -> EngineCoreOutputs:
 
 @pytest.mark.parametrize("message", CLIENT_MESSAGES, ids=lambda m: type(m).__name__)
 def test_client_messages_round_trip(message):
-    assert Decoder(ClientMessage, LIMIT).decode(Encoder(LIMIT).encode(message)) == message
+    assert (
+        MessageDecoder(ClientMessage, LIMIT).decode(MessageEncoder(LIMIT).encode(message))
+        == message
+    )
 
 
 @pytest.mark.parametrize("message", ENGINE_MESSAGES, ids=lambda m: type(m).__name__)
 def test_engine_messages_round_trip(message):
-    assert Decoder(EngineMessage, LIMIT).decode(Encoder(LIMIT).encode(message)) == message
+    assert (
+        MessageDecoder(EngineMessage, LIMIT).decode(MessageEncoder(LIMIT).encode(message))
+        == message
+    )
 
 
 def test_the_configuration_round_trips():
     ready = Ready(make_config(max_model_len=99), 5, 6)
-    assert Decoder(EngineMessage, LIMIT).decode(Encoder(LIMIT).encode(ready)) == ready
+    assert MessageDecoder(EngineMessage, LIMIT).decode(MessageEncoder(LIMIT).encode(ready)) == ready
 
 
 def test_a_large_array_is_a_frame_and_not_copied():
     data = bytearray(os.urandom(INLINE_BYTES))
-    frames = Encoder(LIMIT).encode(outputs_with(data))
+    frames = MessageEncoder(LIMIT).encode(outputs_with(data))
     assert len(frames) == 2 and frames[1].obj is data
-    decoded = Decoder(EngineMessage, LIMIT).decode(frames)
+    decoded = MessageDecoder(EngineMessage, LIMIT).decode(frames)
     received = decoded.logprobs[0].logprobs
     assert isinstance(received.data, memoryview) and received.data == data
     data[0] ^= 255
@@ -79,15 +85,17 @@ def test_a_large_array_is_a_frame_and_not_copied():
 
 
 def test_a_small_array_is_inside_the_message():
-    frames = Encoder(LIMIT).encode(outputs_with(bytes(INLINE_BYTES - 4)))
+    frames = MessageEncoder(LIMIT).encode(outputs_with(bytes(INLINE_BYTES - 4)))
     assert len(frames) == 1
-    assert Decoder(EngineMessage, LIMIT).decode(frames).logprobs[0].logprobs.data == bytes(
+    assert MessageDecoder(EngineMessage, LIMIT).decode(frames).logprobs[0].logprobs.data == bytes(
         INLINE_BYTES - 4
     )
 
 
 def test_an_empty_array():
-    decoded = Decoder(EngineMessage, LIMIT).decode(Encoder(LIMIT).encode(outputs_with(b"")))
+    decoded = MessageDecoder(EngineMessage, LIMIT).decode(
+        MessageEncoder(LIMIT).encode(outputs_with(b""))
+    )
     assert decoded.logprobs[0].logprobs == Array("f4", (0,), b"")
 
 
@@ -97,8 +105,8 @@ def test_several_large_arrays_keep_their_order():
         Array("u1", (INLINE_BYTES,), bytes([2]) * INLINE_BYTES),
     )
     message = EngineCoreOutputs(0, ["a"], [0], [0], [], logprobs=[TokenLogprobs(0, one, two, one)])
-    frames = Encoder(LIMIT).encode(message)
-    assert len(frames) == 4 and Decoder(EngineMessage, LIMIT).decode(frames) == message
+    frames = MessageEncoder(LIMIT).encode(message)
+    assert len(frames) == 4 and MessageDecoder(EngineMessage, LIMIT).decode(frames) == message
 
 
 @pytest.mark.parametrize(
@@ -112,8 +120,8 @@ def test_several_large_arrays_keep_their_order():
     ],
 )
 def test_wrong_frames(damage):
-    frames = Encoder(LIMIT).encode(outputs_with(bytes(INLINE_BYTES)))
-    decoder = Decoder(EngineMessage, LIMIT)
+    frames = MessageEncoder(LIMIT).encode(outputs_with(bytes(INLINE_BYTES)))
+    decoder = MessageDecoder(EngineMessage, LIMIT)
     with pytest.raises(BadFrameError):
         decoder.decode(damage(frames))
     assert decoder.decode(frames).epoch == 3  # the next message is not affected
@@ -126,7 +134,7 @@ def test_an_array_may_not_name_another_frame(index):
         ["outputs", 0, ["a"], [0], [0], [], [], [[0, array, array, array]]]
     )
     with pytest.raises(BadFrameError):
-        Decoder(EngineMessage, LIMIT).decode([head, b"1234"])
+        MessageDecoder(EngineMessage, LIMIT).decode([head, b"1234"])
 
 
 @pytest.mark.parametrize(
@@ -143,13 +151,13 @@ def test_an_array_may_not_name_another_frame(index):
 )
 def test_every_kind_of_failure_is_one_exception(head):
     with pytest.raises(BadFrameError):
-        Decoder(ClientMessage, LIMIT).decode([head])
+        MessageDecoder(ClientMessage, LIMIT).decode([head])
 
 
 def test_an_array_must_fit_its_shape():
     for bad in (Array("f4", (3,), b"1234"), Array("f4", (1,), memoryview(b"12345678")[::2])):
         with pytest.raises(ValueError):
-            Encoder(LIMIT).encode(
+            MessageEncoder(LIMIT).encode(
                 EngineCoreOutputs(0, [], [], [], [], logprobs=[TokenLogprobs(0, bad, bad, bad)])
             )
 
@@ -168,7 +176,7 @@ def test_an_array_must_fit_its_shape():
 )
 def test_columns_must_fit_each_other(columns):
     """A row with the tokens of another request would be a wrong answer."""
-    decoder = Decoder(EngineMessage, LIMIT)
+    decoder = MessageDecoder(EngineMessage, LIMIT)
     good = ["outputs", 0, ["a", "b"], [0, 0], [1, 1], [7, 8], [[1, 0]]]
     assert decoder.decode([msgspec.msgpack.encode(good)]).token_ids == [7, 8]
     with pytest.raises(BadFrameError, match="EngineCoreOutputs"):
@@ -181,11 +189,11 @@ def test_columns_must_fit_each_other(columns):
 )
 def test_token_timings_must_refer_to_existing_steps(step_times, token_steps):
     good = EngineCoreOutputs(0, ["a"], [0], [2], [7, 8], step_times=[1.0, 2.0], token_steps=[0, 1])
-    assert Decoder(EngineMessage, LIMIT).decode(Encoder(LIMIT).encode(good)) == good
+    assert MessageDecoder(EngineMessage, LIMIT).decode(MessageEncoder(LIMIT).encode(good)) == good
     fields = msgspec.to_builtins(good)
     num_before = 1 + EngineCoreOutputs.__struct_fields__.index("step_times")  # the tag is first
     with pytest.raises(BadFrameError, match="tokens' steps"):
-        Decoder(EngineMessage, LIMIT).decode(
+        MessageDecoder(EngineMessage, LIMIT).decode(
             [msgspec.msgpack.encode([*fields[:num_before], step_times, token_steps])]
         )
 
@@ -193,12 +201,12 @@ def test_token_timings_must_refer_to_existing_steps(step_times, token_steps):
 @pytest.mark.parametrize("params", [SamplingParams(seed=3, n=2), PoolingParams(dimensions=8)])
 def test_a_request_has_params_of_one_kind(params):
     message = EngineCoreRequest("a", [1], params)
-    [frame] = Encoder(LIMIT).encode(message)
-    received = Decoder(ClientMessage, LIMIT).decode([frame])
+    [frame] = MessageEncoder(LIMIT).encode(message)
+    received = MessageDecoder(ClientMessage, LIMIT).decode([frame])
     assert received == message and type(received.params) is type(params)
     for missing in (None, ["neither"], {}):
         with pytest.raises(BadFrameError):
-            Decoder(ClientMessage, LIMIT).decode(
+            MessageDecoder(ClientMessage, LIMIT).decode(
                 [msgspec.msgpack.encode(["add", "a", [1], missing])]
             )
     if isinstance(params, PoolingParams):
@@ -211,19 +219,21 @@ def test_a_request_has_params_of_one_kind(params):
 def test_sizes_are_bounded_at_both_ends():
     message = EngineCoreRequest("a", list(range(1000)), SamplingParams())
     with pytest.raises(MessageTooLargeError, match="max_message_bytes=1000"):
-        Encoder(1000).encode(message)
+        MessageEncoder(1000).encode(message)
     with pytest.raises(BadFrameError, match="max_message_bytes"):
-        Decoder(ClientMessage, 1000).decode(Encoder(LIMIT).encode(message))
+        MessageDecoder(ClientMessage, 1000).decode(MessageEncoder(LIMIT).encode(message))
 
 
 def test_values_that_cannot_be_encoded_are_named():
     with pytest.raises(TypeError, match="a set cannot|object"):
-        Encoder(LIMIT).encode(UtilityResult(1, object()))
+        MessageEncoder(LIMIT).encode(UtilityResult(1, object()))
 
 
 def test_the_sender_of_a_bad_frame():
     assert (
-        sender_id(Encoder(LIMIT).encode(EngineCoreRequest("mine", [1, "two"], SamplingParams())))
+        sender_id(
+            MessageEncoder(LIMIT).encode(EngineCoreRequest("mine", [1, "two"], SamplingParams()))
+        )
         == "mine"
     )
     assert sender_id([msgspec.msgpack.encode(["call", 17, {}])]) == 17
@@ -233,7 +243,7 @@ def test_the_sender_of_a_bad_frame():
         [b"\xc1"],
         [msgspec.msgpack.encode(["add"])],
         [msgspec.msgpack.encode(["add", 5])],
-        Encoder(LIMIT).encode(AbortRequests(["x"])),
+        MessageEncoder(LIMIT).encode(AbortRequests(["x"])),
     ):
         assert sender_id(frames) is None
 
@@ -245,7 +255,7 @@ def test_the_sender_of_a_bad_frame():
     ids=["to engine", "to client"],
 )
 def test_fuzz_raises_nothing_else(type_, corpus, num_frames):
-    decoder, num_bad = Decoder(type_, LIMIT), 0
+    decoder, num_bad = MessageDecoder(type_, LIMIT), 0
     for frames in mutations(corpus, random.Random(1), num_frames):
         try:
             assert decoder.decode(frames) is not None
@@ -254,4 +264,4 @@ def test_fuzz_raises_nothing_else(type_, corpus, num_frames):
             sender_id(frames)
     assert num_bad > num_frames // 2  # otherwise the frames were hardly damaged
     call = UtilityCall(1, "ping", [None])
-    assert Decoder(ClientMessage, LIMIT).decode(Encoder(LIMIT).encode(call)) == call
+    assert MessageDecoder(ClientMessage, LIMIT).decode(MessageEncoder(LIMIT).encode(call)) == call

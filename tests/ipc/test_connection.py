@@ -12,7 +12,7 @@ import pytest
 import zmq
 from quire.ipc.connection import Connection
 from quire.ipc.errors import EngineStartError, InvalidParameterError
-from quire.ipc.listener import TOKEN_VARIABLE, answer, bind_listener, read_attach
+from quire.ipc.listener import TOKEN_VARIABLE, bind_listener, read_attach, send_answer
 from quire.ipc.messages import Served, TurnedAway
 from quire.ipc.sockets import Wire, connect_dealer
 from quire.tests.fake_engine import wait_until
@@ -41,7 +41,7 @@ def listener(tmp_path):
         def run() -> None:
             program, _ = listener.accept()
             accepted.append((program, read_attach(program, None)))
-            answer(program, message)
+            send_answer(program, message)
 
         threading.Thread(target=run).start()
 
@@ -165,7 +165,7 @@ def test_attach_waits_for_a_daemon_between_bind_and_listen(connection, tmp_path)
             program, _ = listener.accept()
             with program:
                 program.recv(10_000)
-                answer(program, Served(7))
+                send_answer(program, Served(7))
 
         threading.Timer(0.1, listen).start()
         connection.attach(f"ipc://{tmp_path}/listener")

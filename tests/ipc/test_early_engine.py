@@ -8,7 +8,7 @@ import psutil
 import pytest
 from quire.frontend.clients.mp_client import MPClient
 from quire.frontend.engine_args import EngineArgs
-from quire.ipc.early_engine import early_engine, take
+from quire.ipc.early_engine import early_engine, take_early_engine
 from quire.tests.fake_engine import open_blocking
 
 
@@ -24,7 +24,7 @@ def test_the_next_start_takes_it():
         config = EngineArgs(max_message_bytes=2**24).create_engine_config()
         client = open_blocking(MPClient.start(config))
         assert [child for child in children() if child not in before] == [process]
-        assert take() is None
+        assert take_early_engine() is None
     assert client.call_utility("scheduler_state")["running"] == []
     client.shutdown()
     assert children() == before
@@ -35,7 +35,7 @@ def test_it_ends_with_the_context():
     with pytest.raises(ValueError, match="no model"), early_engine("process", {"device": "cpu"}):
         assert len(children()) == len(before) + 1
         raise ValueError("no model")
-    assert children() == before and take() is None
+    assert children() == before and take_early_engine() is None
     assert len(os.listdir("/proc/self/fd")) == files
 
 
@@ -51,4 +51,4 @@ def test_it_ends_with_the_context():
 def test_other_engines_do_not_start_early(engine, arguments):
     before = children()
     with early_engine(engine, arguments):
-        assert children() == before and take() is None
+        assert children() == before and take_early_engine() is None

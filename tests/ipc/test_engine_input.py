@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import msgspec
 import pytest
 from quire.ipc import engine_input as events
-from quire.ipc.codec import Decoder, Encoder, make_codec
+from quire.ipc.codec import MessageDecoder, MessageEncoder, make_codec
 from quire.ipc.engine_input import DESCRIPTORS_PER_CLIENT, MAX_PENDING, EngineInput
 from quire.ipc.listener import attach, bind_listener, connect_to_daemon, network_namespace
 from quire.ipc.messages import (
@@ -44,7 +44,7 @@ class Client:
     def __init__(self, context, address, token=b""):
         self.ends = ClientEnds(context, LIMIT)
         self.wire, self.router = self.ends.wire, self.ends.router
-        self.encoder = Encoder(LIMIT)
+        self.encoder = MessageEncoder(LIMIT)
         self.connection = connect_to_daemon(address)
         assert attach(self.connection, self.wire, token) == Served(os.getpid())
 
@@ -53,7 +53,7 @@ class Client:
             return None
         identity, *frames = receive(self.router)
         assert bytes(identity) == ENGINE_IDENTITY
-        return Decoder(EngineMessage, LIMIT).decode(frames)
+        return MessageDecoder(EngineMessage, LIMIT).decode(frames)
 
     def send(self, *messages) -> None:
         for message in messages:
@@ -223,7 +223,7 @@ def packed(**changes) -> bytes:
         packed(key=b"short"),
         packed(key=b"\0" * 40),
         packed(network_namespace=-1.5),
-        Encoder(LIMIT).encode(REQUEST)[0],
+        MessageEncoder(LIMIT).encode(REQUEST)[0],
     ],
 )
 def test_a_bad_attach_affects_no_other_client(daemon, data):

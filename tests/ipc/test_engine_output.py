@@ -11,7 +11,7 @@ import time
 import pytest
 import zmq
 from quire.ipc import engine_output
-from quire.ipc.codec import INLINE_BYTES, Decoder, make_codec
+from quire.ipc.codec import INLINE_BYTES, MessageDecoder, make_codec
 from quire.ipc.engine_output import EngineOutput
 from quire.ipc.messages import (
     Array,
@@ -34,7 +34,7 @@ class Reader:
     def __init__(self, context):
         self.ends = ClientEnds(context, LIMIT)
         self.wire, self.pull = self.ends.wire, self.ends.pull
-        self.decoder = Decoder(EngineMessage, LIMIT)
+        self.decoder = MessageDecoder(EngineMessage, LIMIT)
 
     def read(self, timeout_s: float = 5.0):
         return self.decoder.decode(receive(self.pull)) if self.pull.poll(timeout_s * 1000) else None

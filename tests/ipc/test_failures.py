@@ -3,7 +3,7 @@ type.
 """
 
 import pytest
-from quire.ipc.codec import Decoder, Encoder
+from quire.ipc.codec import MessageDecoder, MessageEncoder
 from quire.ipc.errors import (
     EngineStartError,
     InvalidParameterError,
@@ -20,7 +20,8 @@ def round_trip(error: Exception) -> Exception:
     except Exception as caught:
         failed = pack_exception(caught)
     return unpack_exception(
-        Decoder(EngineMessage, 2**20).decode(Encoder(2**20).encode(failed)), EngineStartError
+        MessageDecoder(EngineMessage, 2**20).decode(MessageEncoder(2**20).encode(failed)),
+        EngineStartError,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 import zmq
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.kv_event_publisher import KVEventPublisher, make_publisher
-from quire.ipc.kv_events import CPU, BlockRemoved, KVEventsConfig, decode
+from quire.ipc.kv_events import CPU, BlockRemoved, KVEventsConfig, decode_batch
 from quire.tests.fakes import make_config
 
 WAIT_MS = 20_000
@@ -47,7 +47,7 @@ def replay(source, first: int) -> list[int]:
         if number == END:
             assert payload == b""
             return numbers
-        assert decode(payload).events
+        assert decode_batch(payload).events
         numbers.append(int.from_bytes(number, "big"))
 
 
@@ -71,7 +71,7 @@ def test_batches_are_sent_numbered_and_repeated(tmp_path):
             frames = receive(live)
             assert len(frames) == 3 and frames[0] == b"kv@pod@model"
             first = int.from_bytes(frames[1], "big")
-            batch = decode(frames[2])
+            batch = decode_batch(frames[2])
             assert batch.events == removed(first) and batch.data_parallel_rank == 0
             for more in range(number, number + 6):
                 publisher.publish(removed(more))
@@ -129,7 +129,7 @@ def test_it_connects_where_no_address_is_to_be_bound(tmp_path):
             while not live.poll(20):
                 publisher.publish(removed(number))
                 number += 1
-            assert decode(receive(live)[2]).events[0].medium == CPU
+            assert decode_batch(receive(live)[2]).events[0].medium == CPU
 
 
 def test_a_tcp_port_is_bound_and_freed():

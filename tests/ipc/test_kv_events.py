@@ -13,8 +13,8 @@ from quire.ipc.kv_events import (
     EventBatch,
     KVEventsConfig,
     check_kv_events,
-    decode,
-    encode,
+    decode_batch,
+    encode_batch,
     hash_for_routers,
     parse_endpoint,
 )
@@ -23,7 +23,7 @@ from quire.ipc.kv_events import (
 def test_messages_are_arrays_in_the_order_of_vllm():
     stored = BlockStored([2**64 - 1, 7], 5, [1, 2, 3, 4], 2, None, GPU, "sql", [("sql",), None], 1)
     batch = EventBatch(1.5, [stored, BlockRemoved([7], CPU), AllBlocksCleared()], 3)
-    payload = encode(batch)
+    payload = encode_batch(batch)
     assert msgspec.msgpack.decode(payload) == [
         1.5,
         [
@@ -34,16 +34,16 @@ def test_messages_are_arrays_in_the_order_of_vllm():
         ],
         3,
     ]
-    assert decode(payload) == batch
+    assert decode_batch(payload) == batch
     # of an older version, without the later fields
     old = [
         0.0,
         [["BlockStored", [1], None, [9], 1, None, "GPU", None], ["BlockRemoved", [1], None]],
     ]
-    assert decode(msgspec.msgpack.encode(old)).events[1] == BlockRemoved([1], None)
+    assert decode_batch(msgspec.msgpack.encode(old)).events[1] == BlockRemoved([1], None)
     for wrong in ([0.0, [["BlockMoved", [1]]]], [0.0, [["BlockStored", ["x"]]]], [], 5):
         with pytest.raises(msgspec.ValidationError):
-            decode(msgspec.msgpack.encode(wrong))
+            decode_batch(msgspec.msgpack.encode(wrong))
 
 
 def test_a_hash_is_its_last_eight_bytes():

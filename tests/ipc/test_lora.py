@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from quire import InvalidParameterError, LoRARequest
-from quire.ipc.codec import Decoder, Encoder
+from quire.ipc.codec import MessageDecoder, MessageEncoder
 from quire.ipc.messages import ClientMessage, EngineCoreRequest
 from quire.ipc.params import SamplingParams
 
@@ -38,7 +38,7 @@ def test_a_request_carries_its_adapter() -> None:
     request = EngineCoreRequest(
         "a", [1], SamplingParams(), lora_request=LoRARequest("sql", 1, "/adapters/sql", True)
     )
-    frames = Encoder(2**20).encode(request)
-    assert Decoder(ClientMessage, 2**20).decode(frames) == request
+    frames = MessageEncoder(2**20).encode(request)
+    assert MessageDecoder(ClientMessage, 2**20).decode(frames) == request
     with pytest.raises(msgspec.ValidationError, match="lora_int_id"):
         msgspec.convert(["sql", 0, "/adapters/sql"], LoRARequest)

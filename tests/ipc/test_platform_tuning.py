@@ -25,13 +25,13 @@ ALLOWED = {
 REPORT = """
 import gc, os, sys
 from quire.ipc import platform_tuning
-from quire.ipc.early_engine import early_engine, take
+from quire.ipc.early_engine import early_engine, take_early_engine
 platform_tuning.begin_start()
 started = gc.isenabled()
 platform_tuning.end_start()
 platform_tuning.prepare_for_streams()
 with early_engine("process", {}):
-    early = take()
+    early = take_early_engine()
 if early is not None:
     early.shutdown_timeout_s = 0.0
     early.close()

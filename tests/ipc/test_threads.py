@@ -8,7 +8,7 @@ import asyncio
 import threading
 
 import pytest
-from quire.ipc.threads import begin, in_thread
+from quire.ipc.threads import in_thread, start_in_thread
 
 
 def new_threads(before: set[threading.Thread]) -> set[threading.Thread]:
@@ -31,12 +31,12 @@ def test_results_and_exceptions():
 
 def test_begun_calls_run_in_parallel_and_keep_their_result_or_exception():
     may_go_on = threading.Event()
-    slow = begin(lambda: may_go_on.wait(30) and threading.current_thread().daemon)
+    slow = start_in_thread(lambda: may_go_on.wait(30) and threading.current_thread().daemon)
     assert not slow.done()
     may_go_on.set()
     assert slow.result(30) is True
     with pytest.raises(ZeroDivisionError):
-        begin(lambda: 1 / 0).result(30)
+        start_in_thread(lambda: 1 / 0).result(30)
 
 
 def test_a_cancellation_waits_for_the_end_and_drops_the_result():

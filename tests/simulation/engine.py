@@ -19,7 +19,7 @@ from quire.frontend.clients.journal import Journal
 from quire.frontend.supervision.engine_state import NO_WEIGHTS
 from quire.frontend.supervision.recovery import Started, Successors
 from quire.ipc import messages as m
-from quire.ipc.codec import Decoder, Encoder
+from quire.ipc.codec import MessageDecoder, MessageEncoder
 from quire.ipc.config import EngineConfig
 from quire.ipc.errors import EngineDeadError, EngineStartError
 from quire.ipc.lora import LoRARequest
@@ -81,8 +81,11 @@ class Link:
         self.world, self.client, self.engine, self.index = world, client, engine, index
         self._last = [world.now, world.now]  # when the last message of each direction arrives
         self._on_its_way: list[deque[asyncio.Handle]] = [deque(), deque()]
-        self._encoder = Encoder(MAX_BYTES)
-        self._decoders = [Decoder(m.ClientMessage, MAX_BYTES), Decoder(m.EngineMessage, MAX_BYTES)]
+        self._encoder = MessageEncoder(MAX_BYTES)
+        self._decoders = [
+            MessageDecoder(m.ClientMessage, MAX_BYTES),
+            MessageDecoder(m.EngineMessage, MAX_BYTES),
+        ]
 
     def send(self, direction: int, message: Any) -> None:
         """direction: 0 to the engine, 1 to the client."""

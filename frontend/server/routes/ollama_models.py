@@ -20,7 +20,7 @@ from .... import __version__
 from ....ipc.config import EngineConfig, ModelConfig
 from ...model_info.model_sizes import ModelSizes, measure_model
 from ...model_info.plan import weights_in_engine
-from ...model_info.stored_weights import DTYPES, StoredWeights, stored_weights
+from ...model_info.weight_labels import DTYPES, WeightLabels, weight_labels
 from ..apis.ollama_answer import NDJSON, error_line, time_text
 from ..apis.ollama_turn import plain_name
 from ..http.call import call_of
@@ -279,8 +279,8 @@ def _short(number: int) -> str:
     return str(number)
 
 
-def _stored(config: ModelConfig) -> StoredWeights:
-    return stored_weights(Path(config.model), config.hf_config)
+def _stored(config: ModelConfig) -> WeightLabels:
+    return weight_labels(Path(config.model), config.hf_config)
 
 
 def _sizes(config: ModelConfig) -> ModelSizes:

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import fields
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.ipc import messages as m
-from quire.ipc.codec import Encoder
+from quire.ipc.codec import MessageEncoder
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.ipc.params import PoolingParams, SamplingParams
 from quire.tests.fake_engine import record_messages
@@ -123,7 +123,7 @@ def test_outputs_arrive_whole(open_recording):
     driver = open_recording()
     for request_id in OUTPUTS.request_ids:  # of replicas, the first engine has one, the second one
         driver.client.add_request(plain_request(request_id))
-    encoder = Encoder(2**24)
+    encoder = MessageEncoder(2**24)
     for name, outputs in [("", OUTPUTS), *variations(OUTPUTS)]:
         if name not in NUMBERING:
             driver.call("collective_rpc", "send", encoder.encode(outputs))

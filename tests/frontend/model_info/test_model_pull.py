@@ -32,7 +32,7 @@ FILES = {
 
 
 class Log:
-    """A Progress that adds up."""
+    """A PullProgress that adds up."""
 
     def __init__(self) -> None:
         self.there: dict[str, int] = {}

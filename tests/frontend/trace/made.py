@@ -9,7 +9,7 @@ from quire.ipc.trace import (
     Hop,
     Input,
     Kernel,
-    Limits,
+    MachineLimits,
     RankTrace,
     Row,
     Span,
@@ -95,7 +95,7 @@ def made(slowness: float = 1.0) -> Trace:
             "TinyForCausalLM",
             77,
             steps,
-            Limits(1e10, 1e12, 2e12),
+            MachineLimits(1e10, 1e12, 2e12),
             {
                 "EngineCore._step": "core/engine_core.py:1",
                 "Scheduler.schedule": "core/scheduling/scheduler.py:2",

@@ -2,7 +2,7 @@
 
 import pytest
 from quire.frontend.trace.fold import dominating, fold, folded_module, kernels_of
-from quire.ipc.trace import Kernel, Limits
+from quire.ipc.trace import Kernel, MachineLimits
 from quire.tests.frontend.trace.made import made
 
 
@@ -41,7 +41,7 @@ def test_equal_layers_are_one_entry():
 def test_the_limit_is_what_takes_longer():
     def entry(num_bytes: int, flops: int, op: str = "linear"):
         kernel = Kernel("", op, "native", "", "", 0.0, 1e-3, num_bytes, 0, flops)
-        return fold([kernel], Limits(1e9, 1e12, 4e12))[0]
+        return fold([kernel], MachineLimits(1e9, 1e12, 4e12))[0]
 
     assert (entry(500_000, 0).bound, entry(500_000, 0).fraction) == ("memory", pytest.approx(0.5))
     assert entry(1, 10**9).bound == "arithmetic" and entry(1, 10**9).fraction == pytest.approx(1)
@@ -51,5 +51,5 @@ def test_the_limit_is_what_takes_longer():
 
 def test_unknown_limits_and_times():
     kernel = Kernel("", "add", "x", "", "", 0.0, 0.0, 10, 10, 10)
-    [entry] = fold([kernel], Limits())
+    [entry] = fold([kernel], MachineLimits())
     assert entry.fraction == entry.bytes_per_s == entry.flops_per_s == 0

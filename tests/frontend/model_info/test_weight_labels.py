@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from gguf import LlamaFileType
 from quire import ModelLoadError
-from quire.frontend.model_info.stored_weights import (
+from quire.frontend.model_info.weight_labels import (
     FILE_TYPE_KEY,
     FILE_TYPES,
     GUESSED,
-    stored_weights,
+    weight_labels,
 )
 from quire.tests.gguf_files import write_gguf
 from quire.tests.quantized_checkpoints import FORMATS
@@ -34,7 +34,7 @@ TENSORS = {
 )
 def test_a_gguf_file(tmp_path: Path, metadata: dict[str, Any], numbers: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "gemma3"} | metadata, TENSORS)
-    assert stored_weights(path, {"model_type": "gemma3_text"}) == ("gguf", "gemma3", numbers)
+    assert weight_labels(path, {"model_type": "gemma3_text"}) == ("gguf", "gemma3", numbers)
 
 
 def test_the_names_of_file_types_are_ggmls() -> None:
@@ -59,12 +59,12 @@ def test_a_quantized_checkpoint(tmp_path: Path, format: str) -> None:
     config = {"model_type": "qwen2", "torch_dtype": "float16"}
     config["quantization_config"] = FORMATS[format][1]()
     expected = ("safetensors", "qwen2", NUMBERS[format])
-    assert stored_weights(tmp_path, config) == expected
+    assert weight_labels(tmp_path, config) == expected
 
 
 def test_a_plain_checkpoint_and_one_that_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "qwen2", "dtype": "bfloat16"}
-    assert stored_weights(tmp_path, config) == ("safetensors", "qwen2", "BF16")
-    assert stored_weights(tmp_path, {}) == ("safetensors", "", None)
+    assert weight_labels(tmp_path, config) == ("safetensors", "qwen2", "BF16")
+    assert weight_labels(tmp_path, {}) == ("safetensors", "", None)
     with pytest.raises(ModelLoadError, match="quant_method"):
-        stored_weights(tmp_path, config | {"quantization_config": {"quant_method": "odd"}})
+        weight_labels(tmp_path, config | {"quantization_config": {"quant_method": "odd"}})

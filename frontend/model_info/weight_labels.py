@@ -58,22 +58,22 @@ METHODS_IN_NAMES = ("awq", "gptq")  # quantization methods that models are named
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
-class StoredWeights(NamedTuple):
+class WeightLabels(NamedTuple):
     file_format: str  # "gguf" or "safetensors"
     family: str  # general.architecture of a GGUF file, else model_type
     numbers: str | None  # Q4_K_M, AWQ INT4, BF16; None where config.json names no dtype
 
 
-def stored_weights(path: Path, hf_config: dict[str, Any]) -> StoredWeights:
+def weight_labels(path: Path, hf_config: dict[str, Any]) -> WeightLabels:
     """`path`: the model's directory or GGUF file.
 
     Raises ModelLoadError for a GGUF file or a quantization_config that is not readable.
     """
     if is_gguf(path):
         file = read_gguf(path)
-        return StoredWeights("gguf", str(file.metadata["general.architecture"]), file_type(file))
+        return WeightLabels("gguf", str(file.metadata["general.architecture"]), file_type(file))
     family = hf_config.get("model_type")
-    return StoredWeights(
+    return WeightLabels(
         "safetensors", family if isinstance(family, str) else "", _number_type(hf_config)
     )
 

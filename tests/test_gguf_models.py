@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 from quire import LLM, EngineArgs, ModelLoadError, SamplingParams
-from quire.frontend.model_info.model_diagnosis import check_model
+from quire.frontend.diagnosis.model import check_model
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.model_info.plan import make_plan
 from quire.ipc.params import StructuredOutputsParams

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import quire
 from quire import EngineArgs, QuireError
+from quire.frontend.diagnosis.model import check_model
 from quire.frontend.llm_engine import LLMEngine
-from quire.frontend.model_info.model_diagnosis import check_model
 from quire.frontend.model_info.plan import make_plan
 from quire.frontend.text import tokenizer_trial
 from quire.frontend.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from quire.frontend.model_info.machine_diagnosis import DISTRIBUTION
+from quire.frontend.diagnosis.machine import DISTRIBUTION
 from quire.tests.test_readme import FILE, read_blocks
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,1 +1,3 @@
-"""Arguments of other engines that Quire does not have, and the checks of speculative_config."""
+"""Arguments of other engines that Quire does not have, the checks of speculative_config, and
+numbers with units as text.
+"""

@@ -16,8 +16,8 @@ from .flags import ENGINE, engine_flags, given, server_flags
 from .parser import Parser
 
 if TYPE_CHECKING:
+    from ..diagnosis.machine import Finding
     from ..engine_args import EngineArgs
-    from ..model_info.machine_diagnosis import Finding
 
 USAGE = "[MODEL] [--json] [server flags] [engine flags]"
 DESCRIPTION = (
@@ -63,7 +63,7 @@ def diagnose(engine_args: EngineArgs, server: dict[str, Any]) -> Iterator[Findin
 
     A missing library ends neither the other checks of the machine nor the report.
     """
-    from ..model_info.machine_diagnosis import Finding, check_machine
+    from ..diagnosis.machine import Finding, check_machine
     from ..server.config import ServerConfig
 
     config = ServerConfig(**server)
@@ -71,8 +71,8 @@ def diagnose(engine_args: EngineArgs, server: dict[str, Any]) -> Iterator[Findin
         yield from check_machine(
             config.host, config.port, config.max_connections, engine_args.cpu_isa
         )
-        from ..model_info.model_diagnosis import check_model
-        from ..model_info.plugin_diagnosis import check_plugins
+        from ..diagnosis.model import check_model
+        from ..diagnosis.plugins import check_plugins
         from ..server.state import read_template
 
         yield from check_plugins()

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...ipc.errors import InvalidParameterError, ModelLoadError
+from ..arguments.quantities import format_bytes, format_count
 from .parser import Parser
 from .table import print_table
-from .values import format_bytes, format_count
 
 if TYPE_CHECKING:
     from ..model_info.model_cache import CachedModel

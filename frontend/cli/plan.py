@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...ipc.errors import NotEnoughMemoryError, QuireError
+from ..arguments.quantities import format_bytes, format_count, parse_bytes
 from .flags import ENGINE, engine_flags, given, server_flags
 from .parser import Parser
 from .sources import naming_sources
-from .values import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
     from ..engine_args import EngineArgs

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ..arguments.quantities import format_bytes
 from .parser import Parser
-from .values import format_bytes
 
 if TYPE_CHECKING:
     from ..model_info.model_pull import HubBlob

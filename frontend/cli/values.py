@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import types
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -17,16 +16,12 @@ import msgspec
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import StructuredOutputsParams
 from ..arguments import vllm_arguments
+from ..arguments.quantities import parse_bytes, parse_count
 from ..engine_args import describe_type
 
 if TYPE_CHECKING:
     from .flags import Flag
 
-UNITS = {
-    "": 1,
-    **{f"{p}i": 2 ** (10 * k) for k, p in enumerate("KMGT", start=1)},
-    **{p: 10 ** (3 * k) for k, p in enumerate("KMGT", start=1)},
-}
 SWITCH = {"on": True, "yes": True, "off": False, "no": False}  # in addition to true, false, 1 and 0
 
 
@@ -139,41 +134,3 @@ def wanted(annotation: Any) -> str:
 
 def is_literal(annotation: Any) -> bool:
     return get_origin(plain_type(annotation)) is Literal
-
-
-def parse_bytes(text: str) -> int:
-    """ "24GiB" (powers of 1024, also 24Gi), "24GB" (powers of 1000, also 24G), or a plain number of
-    bytes.
-
-    Raises ValueError with a sentence.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text.strip(), re.IGNORECASE)
-    unit = (match[2] or "").capitalize() if match else ""
-    if match is None or unit not in UNITS:
-        raise ValueError(f"must be a number of bytes such as 24GiB, 500MB or 1048576, got {text!r}")
-    return int(float(match[1]) * UNITS[unit])
-
-
-def parse_count(text: str) -> int | str:
-    """ "16k" (16,000) and "16K" (16,384), as in vLLM: lower-case suffixes are powers of 1000,
-    upper-case suffixes powers of 1024. Any other text is returned unchanged.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text.strip())
-    if match is None:
-        return text
-    base, unit = (1000 if match[2].islower() else 1024), match[2].upper()
-    return int(float(match[1]) * base ** ("KMGT".index(unit) + 1))
-
-
-def format_count(number: int) -> str:
-    """ "8.19B": a number of parameters in the form used in model names."""
-    return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
-
-
-def format_bytes(num_bytes: float) -> str:
-    """ "1.5 GiB": at most four digits before the unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"

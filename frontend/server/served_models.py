@@ -14,7 +14,7 @@ import msgspec
 from ...ipc.config import ModelConfig
 from ...ipc.errors import InvalidParameterError
 from ...ipc.machine import free_memory_bytes
-from ..cli.values import parse_bytes
+from ..arguments.quantities import parse_bytes
 from ..engine_args import EngineArgs
 from ..model_info.plan import Plan, make_plan, resolve
 from ..text.tokenizer import stored_chat_templates

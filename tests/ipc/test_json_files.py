@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from quire import LLM
 from quire.executor.weights.draft_heads import HeadWeights
+from quire.frontend.diagnosis.model import check_model
 from quire.frontend.engine_args import EngineArgs
-from quire.frontend.model_info.model_diagnosis import check_model
 from quire.ipc import json_files
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.json_files import MAX_NESTING, read_json, read_json_if_exists

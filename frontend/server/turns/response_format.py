@@ -17,7 +17,6 @@ from ..http.errors import invalid, missing, renaming, unsupported
 
 if TYPE_CHECKING:
     from ..config import ServerConfig
-    from .sampling import SamplingBody
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of schemas and functions
 GUIDED = {
@@ -44,7 +43,23 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     disable_additional_properties: bool | None = None
 
 
-def structured_outputs_of(body: SamplingBody) -> StructuredOutputsParams | None:
+class ConstraintBody(msgspec.Struct, kw_only=True):
+    """The fields of a body that constrain the output. None: the field was not sent."""
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # guided_*: the deprecated names of the parts of structured_outputs
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    # for every field that requests JSON
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
+def structured_outputs_of(body: ConstraintBody) -> StructuredOutputsParams | None:
     """The constraint of a body, which may use one of three forms, without options of JSON."""
     guided = {name: kind for name, kind in GUIDED.items() if getattr(body, name) is not None}
     ways: dict[str, Any] = {

@@ -19,8 +19,8 @@ from ..http.errors import invalid, refused, unsupported
 from ..state import ServerState
 from .response_format import (
     GUIDED,
+    ConstraintBody,
     JsonOptions,
-    StructuredOutputs,
     kinds_of,
     structured_outputs_of,
 )
@@ -86,7 +86,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None  # vLLM's extension: usage in every chunk
 
 
-class SamplingBody(msgspec.Struct, kw_only=True):
+class SamplingBody(ConstraintBody, kw_only=True):
     """The fields shared by OpenAI's completions and chat, and vLLM's extensions to both.
 
     None: the field was not sent.
@@ -108,7 +108,6 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: dict[str, Any] | None = None
     # OpenAI's fields that have no effect here
     user: str | None = None
     safety_identifier: str | None = None
@@ -132,17 +131,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     bad_words: list[str] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
-    structured_outputs: StructuredOutputs | None = None
-    # guided_*: the deprecated names of the parts of structured_outputs
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
-    # for every field that requests JSON
-    disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

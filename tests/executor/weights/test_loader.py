@@ -17,8 +17,8 @@ from quire.executor.models import find_model
 from quire.executor.models.decoder import Decoder
 from quire.executor.models.layers import LayerFactory
 from quire.executor.weights.loader import fill_with_random_weights, load_weights
+from quire.frontend.diagnosis.model import check_model
 from quire.frontend.engine_args import EngineArgs
-from quire.frontend.model_info.model_diagnosis import check_model
 from quire.ipc.errors import ModelLoadError
 from quire.kernels import registry
 from quire.tests.executor.driver import generate, start_executor

@@ -19,9 +19,9 @@ from quire import (
     SamplingParams,
 )
 from quire.frontend.arguments import vllm_arguments
+from quire.frontend.arguments.quantities import parse_count
 from quire.frontend.cli import serve
 from quire.frontend.cli.flags import engine_flags, given
-from quire.frontend.cli.values import parse_count
 from quire.frontend.server.config import server_fields
 from quire.ipc.config import config_fields
 from quire.ipc.models.architectures import ARCHITECTURES

@@ -69,7 +69,7 @@ def test_a_missing_library_does_not_hide_the_rest(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # importing it now raises ImportError
-    monkeypatch.setitem(sys.modules, "quire.frontend.model_info.model_diagnosis", None)
+    monkeypatch.setitem(sys.modules, "quire.frontend.diagnosis.model", None)
     code, out, _ = call(capsys, "--port", "0")
     assert (
         code == 1

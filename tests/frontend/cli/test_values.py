@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire import StructuredOutputsParams
+from quire.frontend.arguments.quantities import format_bytes, format_count, parse_bytes
 from quire.frontend.cli.flags import ENGINE, Flag, engine_flags, sampling_flags, server_flags
-from quire.frontend.cli.values import format_bytes, format_count, from_plain, from_text, parse_bytes
+from quire.frontend.cli.values import from_plain, from_text
 from quire.ipc.config import SpeculativeConfig
 from quire.ipc.models.pooling import PoolerConfig
 

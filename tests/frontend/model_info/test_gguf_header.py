@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from quire import EngineArgs, ModelLoadError
+from quire.frontend.diagnosis.model import check_model
 from quire.frontend.model_info import gguf_header
 from quire.frontend.model_info.gguf_header import find_description, is_header_only
-from quire.frontend.model_info.model_diagnosis import check_model
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.model_info.model_pull import DownloadError
 from quire.frontend.model_info.plan import make_plan

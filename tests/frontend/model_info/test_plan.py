@@ -14,9 +14,9 @@ from quire import LLM, EngineArgs, InvalidParameterError, ModelLoadError
 from quire.executor import device
 from quire.executor.worker import Worker
 from quire.frontend.cli.plan import render
+from quire.frontend.diagnosis.model import check_model, check_plan
 from quire.frontend.model_info import gguf_header
 from quire.frontend.model_info import plan as planning
-from quire.frontend.model_info.model_diagnosis import check_model, check_plan
 from quire.frontend.model_info.plan import CUDA_BYTES, RUNTIME_BYTES, Plan, make_plan, round_down
 from quire.ipc.errors import NotEnoughMemoryError
 from quire.ipc.models.memory_plan import free_of_share

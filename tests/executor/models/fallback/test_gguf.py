@@ -12,8 +12,8 @@ import torch
 from quire import LLM, SamplingParams
 from quire.executor.models.fallback.model import TransformersModel
 from quire.executor.worker import Worker
+from quire.frontend.diagnosis.model import check_model
 from quire.frontend.engine_args import EngineArgs
-from quire.frontend.model_info.model_diagnosis import check_model
 from quire.frontend.model_info.plan import make_plan
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.models.architectures import NATIVE

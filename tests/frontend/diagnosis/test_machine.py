@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 from packaging.specifiers import SpecifierSet
+from quire.frontend.diagnosis import machine as diagnosis
+from quire.frontend.diagnosis.machine import GIB, Finding, check_machine
 from quire.frontend.model_info import cpu
-from quire.frontend.model_info import machine_diagnosis as diagnosis
-from quire.frontend.model_info.machine_diagnosis import GIB, Finding, check_machine
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from quire.frontend.model_info.plugin_diagnosis import check_plugins
+from quire.frontend.diagnosis.plugins import check_plugins
 from quire.tests.installed_plugins import install_plugin
 
 REGISTERS = """

@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from ...ipc.plugins import installed_plugins
-from .machine_diagnosis import Finding, failure, passed, warning
+from .machine import Finding, failure, passed, warning
 
 REPORT = "quire.executor.plugin_report"
 TIMEOUT_S = 60.0  # of all imports, torch's with them

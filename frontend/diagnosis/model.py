@@ -21,18 +21,18 @@ from ...ipc.models.resolve_pooling import resolve_pooling
 from ...ipc.models.stored_names import find_stored_names, is_ignored
 from ..answer_format import detect
 from ..engine_args import EngineArgs
-from ..server.config import ServerConfig
-from ..text.tokenizer import Tokenizer
-from .gguf_header import find_description, is_header_only
-from .machine_diagnosis import Finding, failure, passed, warning
-from .model_files import (
+from ..model_info.gguf_header import find_description, is_header_only
+from ..model_info.model_files import (
     eos_token_ids,
     find_model_directory,
     read_generation_config,
     read_hf_config,
 )
-from .model_sizes import ModelSizes, StoredSizes, measure_model
-from .plan import check_cache, make_plan
+from ..model_info.model_sizes import ModelSizes, StoredSizes, measure_model
+from ..model_info.plan import check_cache, make_plan
+from ..server.config import ServerConfig
+from ..text.tokenizer import Tokenizer
+from .machine import Finding, failure, passed, warning
 
 GIB = 2**30
 MARK = "QUIRE-MARK"  # a word that does not occur in any template

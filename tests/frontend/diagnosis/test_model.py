@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from quire import EngineArgs
+from quire.frontend.diagnosis.machine import Finding
+from quire.frontend.diagnosis.model import check_model, check_plan
 from quire.frontend.model_info import plan as planning
-from quire.frontend.model_info.machine_diagnosis import Finding
-from quire.frontend.model_info.model_diagnosis import check_model, check_plan
 from quire.frontend.server.config import ServerConfig
 from quire.tests.frontend.tiny_tokenizers import write_byte_fallback_tokenizer
 from quire.tests.tiny_models import CHAT_TEMPLATE, EOS_TOKEN_ID, save_tiny_model

@@ -24,14 +24,14 @@ import psutil
 from ... import shadowed_package
 from ...ipc.errors import QuireError
 from ...ipc.machine import available_cores, cgroup_cpu_quota, cgroup_free_memory, free_memory_bytes
-from .cpu import (
+from ..model_info.cpu import (
     NATIVE_BFLOAT16,
     are_kernels_built,
     native_isas,
     prefers_bfloat16,
     read_processor,
 )
-from .gpu_memory import CUDA_LIBRARY
+from ..model_info.gpu_memory import CUDA_LIBRARY
 
 GIB = 2**30
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)  # matches requires-python in pyproject.toml

@@ -38,8 +38,8 @@ class SchedulerOutput(Message, frozen=True):
 
     Columns are parallel with `slots`, in the order in which requests were scheduled.
 
-    The runner applies `freed_slots`, then `new_requests`, then appends `new_block_ids[i]` to the
-    block tables of slots[i], and moves blocks: first out, then in, then copies. Then it computes
+    The runner moves blocks: first out, then in, then copies. It applies `freed_slots`, then
+    `new_requests`, and appends `new_block_ids[i]` to the block tables of slots[i]. Then it computes
     tokens [num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i]) of each. A row
     that computes its last known token is sampled, and the runner appends the sampled token to the
     slot's tokens. With `num_lookahead_tokens`, row i then decodes that many more tokens, one after

@@ -30,7 +30,7 @@ from ...ipc.models.gguf_weights import DTYPE_BYTES, tensors_by_name
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...ipc.models.quantization_config import parse_quantization
 
-# kernels/triton/cut.py: tokens listed for a cut, their orders and masses
+# kernels/triton/top_k_top_p.py: tokens listed for a cut, their orders and masses
 SAMPLING_ROW_BYTES = 2 * 8192 * 8
 ATTENTION_PIECES = 32  # kernels/triton/attention_decode.py
 # matrices that are no linear layers: experts, positions, embeddings of layers

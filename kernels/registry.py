@@ -147,11 +147,11 @@ def register(
     """Decorator: registers a function as the implementation `name` of the operation `op`.
 
     It works from any package. Of the implementations whose predicate holds, the one with the
-    highest priority is selected (Quire's own: reference 0, cpu 10, native 15, triton 20), so an external one
-    wins by default. `is_native`: it computes with a NativeFunction alone
+    highest priority is selected (Quire's own: reference 0, cpu 10, native 15, triton 20), so an
+    external one wins by default. `is_native`: it computes with a NativeFunction alone
     (kernels/cpu/native/external.py), and models that use it stay one native call per step. Raises
-    InvalidParameterError if its parameters are not named as in the
-    contract, or if the name is taken.
+    InvalidParameterError if its parameters are not named as in the contract, or if the name is
+    taken.
     """
     _check_op("op", op)
 

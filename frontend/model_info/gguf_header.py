@@ -16,7 +16,7 @@ from ...ipc.models.gguf_weights import ROPE_FACTORS
 from ..engine_args import EngineArgs
 from . import gguf_names
 from .model_files import find_cached_directory, find_model_directory
-from .model_pull import CHUNK_BYTES, STREAM, DownloadError, explained
+from .model_pull import CHUNK_BYTES, DownloadError, explained, hub_stream
 
 FIRST_BYTES = 2 * 2**20
 MOST_BYTES = 64 * 2**20  # far above the header of any model
@@ -97,19 +97,11 @@ class _Source(NamedTuple):
 
     def receive(self, name: str, path: Path, start: int, num_bytes: int) -> None:
         """Writes these bytes of the hub's file to their place in `path`, which is as long."""
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
-
-        headers = build_hf_headers() | {
-            "Accept-Encoding": "identity",
-            "Range": f"bytes={start}-{start + num_bytes - 1}",
-        }
-        url = hf_hub_url(self.repository, name, revision=self.revision)
+        byte_range = f"{start}-{start + num_bytes - 1}"
         with (
             explained(self.model, self.repository, self.revision),
-            http_stream_backoff("GET", url, headers=headers, **STREAM) as response,
+            hub_stream(self.repository, name, self.revision, byte_range) as response,
         ):
-            hf_raise_for_status(response)
             is_part = response.status_code == 206
             if start and not is_part:
                 raise DownloadError(f"model {self.model!r}: the hub ignores ranges of {name}")

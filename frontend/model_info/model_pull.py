@@ -35,7 +35,7 @@ from .model_files import (
 CHUNK_BYTES = 2**20
 MAX_RETRIES = 3  # of a broken connection, without a byte received in between
 # a broken stream is continued, not begun again; a busy hub is asked once more
-STREAM: dict[str, Any] = {"timeout": 30, "max_retries": 1, "retry_on_exceptions": ()}
+_STREAM: dict[str, Any] = {"timeout": 30, "max_retries": 1, "retry_on_exceptions": ()}
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -241,19 +241,12 @@ def _receive(wanted: Wanted, blob: HubBlob, blobs_folder: Path, progress: PullPr
 
 def _receive_rest(wanted: Wanted, blob: HubBlob, file: BinaryIO, progress: PullProgress) -> None:
     """Appends to the file until the connection ends. Raises DownloadError if it ends early."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
-
     there = file.tell()
-    headers = build_hf_headers() | {"Accept-Encoding": "identity"}
-    if there:
-        headers["Range"] = f"bytes={there}-"
-    url = hf_hub_url(wanted.repository, blob.name, revision=wanted.commit)
+    byte_range = f"{there}-" if there else None
     with (
         explained(wanted.model, wanted.repository, None),
-        http_stream_backoff("GET", url, headers=headers, **STREAM) as response,
+        hub_stream(wanted.repository, blob.name, wanted.commit, byte_range) as response,
     ):
-        hf_raise_for_status(response)
         if there and response.status_code != 206:  # the server ignores ranges
             _empty(file)
             progress.add(-there)
@@ -269,6 +262,26 @@ def _receive_rest(wanted: Wanted, blob: HubBlob, file: BinaryIO, progress: PullP
             f"model {wanted.model!r}: {blob.name} ended after {file.tell():,} of "
             f"{blob.num_bytes:,} bytes"
         )
+
+
+@contextlib.contextmanager
+def hub_stream(
+    repository: str, name: str, revision: str | None, byte_range: str | None
+) -> Iterator[Any]:
+    """The hub's response with a file, to be read as a stream. `byte_range`: "0-99", or "100-" up to
+    the end; a response with another status than 206 has the whole file. Raises the hub client's
+    errors.
+    """
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+    headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+    if byte_range is not None:
+        headers["Range"] = f"bytes={byte_range}"
+    url = hf_hub_url(repository, name, revision=revision)
+    with http_stream_backoff("GET", url, headers=headers, **_STREAM) as response:
+        hf_raise_for_status(response)
+        yield response
 
 
 def _empty(file: BinaryIO) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ModelLoadError
+from .config_values import MOST_OF_A_SIZE, malformed
 from .experts_config import ExpertsConfig
 from .forms import GENERATE, Head, decoder_head, form_of, score_tokens
 from .pooling import STORED_POOLING
@@ -172,7 +173,6 @@ MOST = {
     "num_key_value_heads": 65_536,
     "head_dim": 65_536,
 }
-MOST_OF_A_SIZE = 2**31 - 1
 LEAST_SCALE = 1e-6  # of a factor; the largest is its inverse
 _REQUIRED = (
     "vocab_size",
@@ -292,6 +292,11 @@ def parse_decoder_config(
     )
 
 
+def most_of(key: str) -> int:
+    """The largest value that a size of config.json may have."""
+    return MOST.get(key, MOST_OF_A_SIZE)
+
+
 def is_bidirectional(hf_config: dict[str, Any]) -> bool:
     """Whether the tokens of a model built as a decoder see those behind them (EmbeddingGemma)."""
     return hf_config.get("is_causal") is False or bool(hf_config.get("use_bidirectional_attention"))
@@ -324,27 +329,24 @@ def unread_keys(hf_config: dict[str, Any]) -> list[str]:
 def _size(hf_config: dict[str, Any], key: str, default: int | None = None) -> int:
     value = hf_config.get(key)
     value = default if value is None else value
-    most = MOST.get(key, MOST_OF_A_SIZE)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelLoadError(f"config.json: {key} must be a positive integer, got {value!r:.100}")
-    if value > most:
-        raise ModelLoadError(f"config.json: {key} must be at most {most:,}, got {value!r:.100}")
+        raise malformed(key, "a positive integer", value)
+    if value > (most := most_of(key)):
+        raise malformed(key, f"at most {most:,}", value)
     return value
 
 
 def _switch(hf_config: dict[str, Any], key: str) -> bool:
     value = hf_config.get(key)
     if value not in (None, False, True):
-        raise ModelLoadError(f"config.json: {key} must be true or false, got {value!r:.100}")
+        raise malformed(key, "true or false", value)
     return bool(value)
 
 
 def _epsilon(hf_config: dict[str, Any]) -> float:
     value = hf_config.get("rms_norm_eps", 1e-6)
     if not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise ModelLoadError(
-            f"config.json: rms_norm_eps must be a number from 0 to 1, got {value!r:.100}"
-        )
+        raise malformed("rms_norm_eps", "a number from 0 to 1", value)
     return value
 
 
@@ -358,10 +360,8 @@ def _unrotated_layers(hf_config: dict[str, Any], honours: tuple[str, ...]) -> tu
         return tuple(i for i in range(num_layers) if (i + 1) % interval == 0)
     is_list = isinstance(rotates, list) and all(value in (0, 1) for value in rotates)
     if not is_list or len(rotates) < num_layers:
-        raise ModelLoadError(
-            f"config.json: no_rope_layers must be a list of 0 and 1, one for each of {num_layers} "
-            f"layers, got {rotates!r:.100}"
-        )
+        wanted = f"a list of 0 and 1, one for each of {num_layers} layers"
+        raise malformed("no_rope_layers", wanted, rotates)
     return tuple(i for i in range(num_layers) if not rotates[i])
 
 
@@ -382,10 +382,7 @@ def _positive(hf_config: dict[str, Any], key: str) -> float:
     value = hf_config.get(key)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is None or not is_number or not LEAST_SCALE <= value <= 1 / LEAST_SCALE:
-        raise ModelLoadError(
-            f"config.json: {key} must be a number from {LEAST_SCALE} to {1 / LEAST_SCALE}, got "
-            f"{value!r:.100}"
-        )
+        raise malformed(key, f"a number from {LEAST_SCALE} to {1 / LEAST_SCALE}", value)
     return value
 
 
@@ -444,7 +441,7 @@ def _listed_layer_types(hf_config: dict[str, Any], honours: tuple[str, ...]) -> 
     """layer_types, or those that sliding_window_pattern stands for; empty where there is none."""
     layer_types = hf_config.get("layer_types")
     if layer_types is not None and not isinstance(layer_types, list):
-        raise ModelLoadError(f"config.json: layer_types must be a list, got {layer_types!r:.100}")
+        raise malformed("layer_types", "a list", layer_types)
     if layer_types or "layer_types" not in honours:
         return layer_types or []
     every = _size(hf_config, "sliding_window_pattern")
@@ -477,7 +474,5 @@ def _first_window_layer(hf_config: dict[str, Any], honours: tuple[str, ...]) -> 
     if "use_sliding_window" in honours:
         first = hf_config.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
     if not isinstance(first, int) or first < 0:
-        raise ModelLoadError(
-            f"config.json: max_window_layers must be an integer, at least 0, got {first!r:.100}"
-        )
+        raise malformed("max_window_layers", "an integer, at least 0", first)
     return first

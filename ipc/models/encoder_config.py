@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ModelLoadError
-from .decoder_config import MOST, MOST_OF_A_SIZE
+from .config_values import integer, malformed
+from .decoder_config import most_of
 from .forms import Head
 from .quantization_config import parse_quantization
 
@@ -104,47 +105,35 @@ class Keys:
                 f"{', '.join(map(repr, neutral)) or 'none'}"
             )
 
+    def _key(self, name: str) -> str:
+        return self._renamed.get(name, name)
+
     def get(self, name: str, default: Any = None) -> Any:
-        value = self.hf_config.get(self._renamed.get(name, name))
+        value = self.hf_config.get(self._key(name))
         value = self.hf_config.get(name) if value is None else value
         return default if value is None else value
 
     def size(self, name: str, default: int | None = None, least: int = 1) -> int:
-        value, most = self.get(name, default), MOST.get(name, MOST_OF_A_SIZE)
-        key = self._renamed.get(name, name)
-        if value is None:
-            raise ModelLoadError(f"config.json lacks {key}")
-        if type(value) is not int or not least <= value <= most:
-            raise ModelLoadError(
-                f"config.json: {key} must be an integer from {least} to {most:,}, got "
-                f"{value!r:.100}"
-            )
-        return value
+        return integer(self._key(name), self.get(name, default), most_of(name), least)
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
         value = self.get(name, default)
         if not isinstance(value, (int, float)) or not least <= value <= most:
-            raise ModelLoadError(
-                f"config.json: {self._renamed.get(name, name)} must be a number from {least} to "
-                f"{most}, got {value!r:.100}"
-            )
+            raise malformed(self._key(name), f"a number from {least} to {most}", value)
         return value
 
     def switch(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise ModelLoadError(
-                f"config.json: {self._renamed.get(name, name)} must be true or false, got "
-                f"{value!r:.100}"
-            )
+            raise malformed(self._key(name), "true or false", value)
         return value
 
     def activation(self, name: str, default: str) -> str:
         value = self.get(name, default)
         if value not in ACTIVATIONS:
             raise ModelLoadError(
-                f"config.json: {self._renamed.get(name, name)}={value!r:.100} is not supported; "
-                f"supported: {', '.join(ACTIVATIONS)}"
+                f"config.json: {self._key(name)}={value!r:.100} is not supported; supported: "
+                f"{', '.join(ACTIVATIONS)}"
             )
         return ACTIVATIONS[value]
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import ModelLoadError
+from .config_values import malformed
 from .encoder_config import EncoderConfig, Keys
 from .forms import CLASSIFY, CLASSIFY_TOKENS, EMBED, Head, HeadLayer, form_of, label_names
 from .rope_config import FULL, SLIDING, parse_rope_parameters
@@ -180,9 +181,7 @@ def _parse_modernbert(hf_config: dict[str, Any]) -> EncoderConfig:
     every = keys.size("global_attn_every_n_layers", 3)
     kinds = keys.get("layer_types") or [SLIDING if i % every else "" for i in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) < num_layers:
-        raise ModelLoadError(
-            f"config.json: layer_types must be a list of {num_layers} names, got {kinds!r:.100}"
-        )
+        raise malformed("layer_types", f"a list of {num_layers} names", kinds)
     is_local = [kind == SLIDING for kind in kinds[:num_layers]]
     window = keys.size("local_attention", 128) // 2
     context, given = keys.size("max_position_embeddings", 8192), keys.get("rope_parameters") or {}
@@ -266,7 +265,7 @@ def _rope(given: Any, theta: float, context: int) -> dict[str, Any]:
     context: the model's longest text.
     """
     if given is not None and not isinstance(given, dict):
-        raise ModelLoadError(f"config.json: rope_parameters must be objects, got {given!r:.100}")
+        raise malformed("rope_parameters", "objects", given)
     found = {key: value for key, value in (given or {}).items() if value is not None}
     rope = parse_rope_parameters(
         {"rope_parameters": {"rope_theta": theta, **found}, "max_position_embeddings": context}

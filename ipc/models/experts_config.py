@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ModelLoadError
+from .config_values import integer, malformed
 
 MOST_EXPERTS = 65_536
 # Keys that give the number of experts; a model has one of them.
 _COUNT_KEYS = ("num_experts", "num_local_experts")
+_SHARED_SIZE = "shared_expert_intermediate_size"
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,17 @@ class ExpertsFormat:
     def parse(self, hf_config: dict[str, Any]) -> ExpertsConfig:
         """Raises ModelLoadError, naming the key, for one that is missing or out of range."""
         count_key = next((k for k in _COUNT_KEYS if hf_config.get(k) is not None), _COUNT_KEYS[0])
-        count = _count(hf_config, count_key, MOST_EXPERTS)
+        count = integer(count_key, hf_config.get(count_key), MOST_EXPERTS)
         normalizes = hf_config.get("norm_topk_prob", False)
         if normalizes not in (False, True):
-            raise ModelLoadError(
-                f"config.json: norm_topk_prob must be true or false, got {normalizes!r:.100}"
-            )
+            raise malformed("norm_topk_prob", "true or false", normalizes)
         return ExpertsConfig(
             count,
-            _count(hf_config, "num_experts_per_tok", count),
-            _count(hf_config, self.size),
+            integer("num_experts_per_tok", hf_config.get("num_experts_per_tok"), count),
+            integer(self.size, hf_config.get(self.size)),
             bool(normalizes) if self.renormalizes is None else self.renormalizes,
             self,
-            _count(hf_config, "shared_expert_intermediate_size") if self.has_shared else 0,
+            integer(_SHARED_SIZE, hf_config.get(_SHARED_SIZE)) if self.has_shared else 0,
             _dense_layers(hf_config) if self.has_dense_layers else (),
             (_positive(hf_config, "swiglu_alpha"), _positive(hf_config, "swiglu_limit"))
             if self.is_clamped
@@ -102,31 +101,13 @@ def _dense_layers(hf_config: dict[str, Any]) -> tuple[int, ...]:
     """The layers of mlp_only_layers, and all but every decoder_sparse_step-th."""
     num_layers, listed = hf_config["num_hidden_layers"], hf_config.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(isinstance(i, int) for i in listed):
-        raise ModelLoadError(
-            f"config.json: mlp_only_layers must be a list of layers, got {listed!r:.100}"
-        )
-    every = _count(
-        hf_config | {"decoder_sparse_step": hf_config.get("decoder_sparse_step", 1)},
-        "decoder_sparse_step",
-    )
+        raise malformed("mlp_only_layers", "a list of layers", listed)
+    every = integer("decoder_sparse_step", hf_config.get("decoder_sparse_step", 1))
     return tuple(i for i in range(num_layers) if i in listed or (i + 1) % every)
 
 
 def _positive(hf_config: dict[str, Any], key: str) -> float:
     value = hf_config.get(key)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1e6:
-        raise ModelLoadError(
-            f"config.json: {key} must be a number above 0, at most 1,000,000, got {value!r:.100}"
-        )
+        raise malformed(key, "a number above 0, at most 1,000,000", value)
     return float(value)
-
-
-def _count(hf_config: dict[str, Any], key: str, most: int = 2**31 - 1) -> int:
-    value = hf_config.get(key)
-    if value is None:
-        raise ModelLoadError(f"config.json lacks {key}")
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ModelLoadError(
-            f"config.json: {key} must be an integer from 1 to {most:,}, got {value!r:.100}"
-        )
-    return value

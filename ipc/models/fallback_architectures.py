@@ -13,7 +13,8 @@ from typing import Any
 
 from ..errors import ModelLoadError
 from .architectures import ARCHITECTURES, NATIVE, find_architecture
-from .decoder_config import MOST, MOST_OF_A_SIZE, DecoderConfig
+from .config_values import integer
+from .decoder_config import DecoderConfig, most_of
 from .encoders import is_fallback_encoder
 from .quantization_config import parse_quantization
 from .rope_config import SLIDING
@@ -188,15 +189,7 @@ def parse_fallback_config(hf_config: Mapping[str, Any]) -> FallbackConfig:
     def size(name: str, default: int | None = None) -> int:
         key = known.keys.get(name, name)
         value = hf_config.get(key, hf_config.get(name))
-        value = default if value is None else value
-        most = MOST.get(name, MOST_OF_A_SIZE)
-        if value is None:
-            raise ModelLoadError(f"config.json lacks {key}")
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise ModelLoadError(
-                f"config.json: {key} must be an integer from 1 to {most:,}, got {value!r:.100}"
-            )
-        return value
+        return integer(key, default if value is None else value, most_of(name))
 
     hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
     num_layers = size("num_hidden_layers")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ModelLoadError
+from .config_values import integer, malformed
 
 GENERATE, EMBED, CLASSIFY, CLASSIFY_TOKENS = "generate", "embed", "classify", "classify tokens"
 # endings of architectures; the first that fits counts
@@ -63,20 +63,12 @@ def label_names(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of a classifier's classes, in order. Raises ModelLoadError for what are none."""
     names, count = hf_config.get("id2label"), hf_config.get("num_labels")
     if names is None:
-        count = DEFAULT_NUM_LABELS if count is None else count
-        if type(count) is not int or not 1 <= count <= MOST_LABELS:
-            raise ModelLoadError(
-                f"config.json: num_labels must be an integer from 1 to {MOST_LABELS:,}, got "
-                f"{count!r:.100}"
-            )
+        count = integer("num_labels", DEFAULT_NUM_LABELS if count is None else count, MOST_LABELS)
         return tuple(f"LABEL_{i}" for i in range(count))
     numbered = {str(key): value for key, value in names.items()} if type(names) is dict else {}
     labels = [numbered.get(str(i)) for i in range(len(numbered))]
     if not labels or not all(isinstance(label, str) for label in labels):
-        raise ModelLoadError(
-            f"config.json: id2label must be an object of names by number, from 0, got "
-            f"{names!r:.100}"
-        )
+        raise malformed("id2label", "an object of names by number, from 0", names)
     return tuple(map(str, labels))
 
 

@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any
 
 from ..errors import ModelLoadError
+from .config_values import malformed
 
 _ROPE_KEYS = {  # by type: required, optional
     "default": (set(), set()),
@@ -239,7 +240,5 @@ def _rotated_part(value: Any, honours: tuple[str, ...]) -> float:
     if "partial_rotary_factor" not in honours:
         raise ModelLoadError("partial_rotary_factor other than 1 is not supported")
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1:
-        raise ModelLoadError(
-            f"config.json: partial_rotary_factor must be a number from 0 to 1, got {value!r:.100}"
-        )
+        raise malformed("partial_rotary_factor", "a number from 0 to 1", value)
     return value

@@ -24,11 +24,11 @@ from ..ipc.step_messages import NewRequestData, SchedulerOutput
 from ..kernels.cpu.limits import Multiplier, Reader, gemm_flops, read_bandwidth
 from .worker import Worker
 
-# decodes, then readings of as many bytes and products, then decodes: what is compared was found
-# side by side
+# Decodes take turns with readings of as many bytes and with products, so that what is compared was
+# measured side by side.
 STEPS_OF_TURN, READS_OF_TURN = 4, 4
 MAX_TURNS = 12
-# of one measurement; a decode's rows have room for them
+# of one measurement; the rows of a decode have room for them
 MAX_STEPS = MAX_TURNS * (1 + STEPS_OF_TURN)
 # more than any cache holds, so that memory need not hold large weights twice
 MAX_READ_BYTES = 2**30
@@ -39,7 +39,7 @@ class Job(msgspec.Struct):
     decode: list[tuple[int, int]] = []  # (rows, tokens before each)
     prefill: list[int] = []  # tokens of a prompt
     seconds: float = 1.0  # for each measurement
-    # so much memory is read, and matrices are multiplied, beside decodes; 0: neither
+    # bytes that are read beside decodes, as matrices are multiplied; 0: neither
     weights_bytes: int = 0
     measure_limits: bool = False  # of 1, 2, … threads, and of products
 
@@ -92,9 +92,13 @@ class StepTimer:
         """Steps of `batch` rows that have `context` tokens before them, greedy."""
         ids = itertools.count(1)
         block_ids = [self._tables(ids, context, context + MAX_STEPS + 2) for _ in range(batch)]
-        new = [self._request(row, context + 1) for row in range(batch)]
         first = SchedulerOutput(
-            0, list(range(batch)), [1] * batch, [context] * batch, block_ids, new
+            step=0,
+            slots=list(range(batch)),
+            num_scheduled_tokens=[1] * batch,
+            num_computed_tokens=[context] * batch,
+            new_block_ids=block_ids,
+            new_requests=[self._request(row, context + 1) for row in range(batch)],
         )
         times, end = Times(batch, context, []), time.perf_counter() + seconds
         steps = itertools.chain(
@@ -116,13 +120,19 @@ class StepTimer:
         """A prompt of so many tokens, in the pieces that a step may take."""
         times, end = [], time.perf_counter() + seconds
         while not times or time.perf_counter() < end:
-            new, total = [self._request(0, num_tokens)], 0.0
+            new = [self._request(0, num_tokens)]
+            total = 0.0
             block_ids = self._tables(itertools.count(1), 0, num_tokens)
             for start in range(0, num_tokens, self._budget):
                 count = min(self._budget, num_tokens - start)
                 total += self._run(
                     SchedulerOutput(
-                        0, [0], [count], [start], [[] if start else block_ids], [] if start else new
+                        step=0,
+                        slots=[0],
+                        num_scheduled_tokens=[count],
+                        num_computed_tokens=[start],
+                        new_block_ids=[[] if start else block_ids],
+                        new_requests=[] if start else new,
                     )
                 )
             times.append(total)
@@ -143,7 +153,11 @@ class StepTimer:
     def _decodes(self, first: SchedulerOutput, num_computed: int) -> SchedulerOutput:
         batch = len(first.slots)
         return SchedulerOutput(
-            0, first.slots, first.num_scheduled_tokens, [num_computed] * batch, [[]] * batch
+            step=0,
+            slots=first.slots,
+            num_scheduled_tokens=first.num_scheduled_tokens,
+            num_computed_tokens=[num_computed] * batch,
+            new_block_ids=[[]] * batch,
         )
 
     def _request(self, slot: int, num_tokens: int) -> NewRequestData:
@@ -162,7 +176,14 @@ class StepTimer:
 
     def _free(self, batch: int) -> None:
         self._executor.execute_model(
-            SchedulerOutput(0, [], [], [], [], freed_slots=list(range(batch)))
+            SchedulerOutput(
+                step=0,
+                slots=[],
+                num_scheduled_tokens=[],
+                num_computed_tokens=[],
+                new_block_ids=[],
+                freed_slots=list(range(batch)),
+            )
         )
 
 

@@ -2,14 +2,15 @@
 
 Must not know: how a draft is verified, how many drafts are worth their cost, files.
 
-A head's position i needs the hidden state of position i and the token after it. So it takes part in
-every pass of the model, once the tokens of that pass are known:
+A head's position i needs the hidden state of position i and the token after it. So it follows every
+pass of the model, once the tokens of that pass are known:
 
     known      a b c d e      the model has computed a to d, and drawn e
     held       a b c d        the hidden states of that pass, each with the next token: b c d e
     drafting   a b c d x y    a pass over what is held gives x, one of x gives y: drafts x y z
 
-A pass with more positions than may be held, as of a prompt, is computed at once, but for the last.
+A pass with more positions than may be held, such as one of a prompt, is computed at once, except
+for the last position.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ....ipc.step_messages import SchedulerOutput
 from ..input_batch import InputBatch
 from ..step_inputs import StepInputs
-from .draft_passes import DraftPasses, within
+from .draft_passes import DraftPasses, pass_over, within
 from .proposers import NOTHING
 
 
@@ -87,7 +87,7 @@ class HeadDrafter:
             self._num_computed[slot], self._num_held[slot] = start + count - 1, 1
         if slots:
             self.passes.make_inputs.restart()
-            own = self.passes.make_inputs(SchedulerOutput(0, slots, counts, starts, []))
+            own = self.passes.make_inputs(pass_over(slots, counts, starts))
             torch.cat([parts[index] for index in own.order], out=self._state[: sum(counts)])
             self.passes.forward(own)
 
@@ -103,11 +103,11 @@ class HeadDrafter:
         order = self.order(chosen[rows])
         rows, left = np.array(rows)[order], left[order]
         drafting, before = chosen[rows], known[rows]
-        goes_on = self._first_drafts(drafting) & (left > 1)
-        if goes_on.any():
-            if not goes_on.all():
-                self._keep_rows(goes_on)
-            self.passes.decode(drafting[goes_on], left[goes_on] - 1, self._keep_rows)
+        continues = self._first_drafts(drafting) & (left > 1)
+        if continues.any():
+            if not continues.all():
+                self._keep_rows(continues)
+            self.passes.decode(drafting[continues], left[continues] - 1, self._keep_rows)
         ends = batch.num_tokens[drafting]
         batch.num_tokens[drafting] = before
         self._num_computed[drafting], self._num_held[drafting] = before - 1, 0
@@ -128,9 +128,9 @@ class HeadDrafter:
     def _first_inputs(self, slots: np.ndarray) -> StepInputs:
         """The inputs of a pass over what is held of `slots` [B], and its state."""
         counts = self._num_held[slots].tolist()
-        step = SchedulerOutput(0, slots.tolist(), counts, self._num_computed[slots].tolist(), [])
+        starts = self._num_computed[slots].tolist()
         self.passes.make_inputs.restart()
-        inputs = self.passes.make_inputs(step)
+        inputs = self.passes.make_inputs(pass_over(slots.tolist(), counts, starts))
         held = [self._held[slot, : self._num_held[slot]] for slot in inputs.slots.tolist()]
         torch.cat(held, out=self._state[: sum(counts)])
         return inputs

@@ -21,10 +21,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ....ipc.step_messages import SchedulerOutput
 from ..input_batch import InputBatch
 from ..step_inputs import StepInputs
-from .draft_passes import DraftPasses, within
+from .draft_passes import DraftPasses, pass_over, within
 from .proposers import NOTHING
 
 
@@ -93,6 +92,5 @@ class DraftModel:
                     step.append((slot, count, int(computed[slot])))
                     room -= count
             chosen, lengths, starts = (list(column) for column in zip(*step))
-            inputs = self.passes.make_inputs(SchedulerOutput(0, chosen, lengths, starts, []))
-            self.passes.forward(inputs)
+            self.passes.forward(self.passes.make_inputs(pass_over(chosen, lengths, starts)))
             computed[chosen] += lengths

@@ -58,13 +58,13 @@ class DraftPasses:
         """Appends `left` [B] drafts to each of `slots` [B], whose other tokens but the last are
         computed. Rows whose logits are not finite get fewer.
 
-        keep_rows takes the rows [B] bool that go on when others do not.
+        keep_rows takes the rows [B] bool that continue when others do not.
         """
         batch = self._batch
         while len(slots):
             count, known = int(left.min()), batch.num_tokens[slots]
             starts = (known - 1 - self._ahead).tolist()
-            step = SchedulerOutput(0, slots.tolist(), [1] * len(slots), starts, [])
+            step = pass_over(slots.tolist(), [1] * len(slots), starts)
             if self._bursts is not None:
                 ahead = [count - 1] * len(slots)
                 self._bursts.run(msgspec.structs.replace(step, num_lookahead_tokens=ahead))
@@ -72,10 +72,10 @@ class DraftPasses:
                 count = 1
                 self.append(slots, *self.forward(self.make_inputs(step)))
             left = left - count
-            goes_on = (left > 0) & (batch.num_tokens[slots] == known + count)
-            if keep_rows is not None and goes_on.any() and not goes_on.all():
-                keep_rows(goes_on)
-            slots, left = slots[goes_on], left[goes_on]
+            continues = (left > 0) & (batch.num_tokens[slots] == known + count)
+            if keep_rows is not None and continues.any() and not continues.all():
+                keep_rows(continues)
+            slots, left = slots[continues], left[continues]
 
     def append(
         self,
@@ -94,6 +94,17 @@ class DraftPasses:
             parameters = draw_parameters(batch, slots, logits.device)
             drawn = self.ops.sample_tokens(logits, *parameters, positions)
         batch.append_tokens(slots[good], drawn.numpy()[good])
+
+
+def pass_over(slots: list[int], counts: list[int], starts: list[int]) -> SchedulerOutput:
+    """The step that computes `counts` [B] positions of `slots` [B] from `starts` [B] on."""
+    return SchedulerOutput(
+        step=0,
+        slots=slots,
+        num_scheduled_tokens=counts,
+        num_computed_tokens=starts,
+        new_block_ids=[],
+    )
 
 
 def within(

@@ -19,12 +19,12 @@ from ..ipc.errors import InvalidParameterError
 from ..kernels.cpu.native.recorder import Limits
 from ..kernels.registry import OpTable
 from .head_builder import HeadBuilder
+from .input_batch import InputBatch
 from .kv_cache_memory import KVCacheMemory, release_caches
 from .model import Forward, Model
 from .model_builder import ModelBuilder
 from .models.draft_heads import DraftHead
 from .program.step_program import record_step
-from .runner.input_batch import InputBatch
 from .runner.speculation.draft_head import HeadDrafter
 from .runner.speculation.draft_model import DraftModel
 from .runner.speculation.draft_passes import DraftPasses

@@ -30,6 +30,7 @@ from ..kernels.registry import OpTable
 from . import device as devices
 from .device import CopyToHost, SecondStream
 from .draft import Draft, draft_config
+from .input_batch import InputBatch
 from .kv_cache_memory import KVCacheMemory, move_caches, release_caches
 from .loras import Loras
 from .model import AttentionLayer, Forward, Model, expert_load
@@ -46,7 +47,6 @@ from .ranks.tensor_group import ALONE, TensorGroup
 from .runner.assembly import RunnerState, assemble, on_device
 from .runner.block_mover import BlockMover, caches_of, shortest_time
 from .runner.cuda_graphs import Capture, CudaCapture, GraphedStep
-from .runner.input_batch import InputBatch
 from .runner.launched_steps import HostStep, PendingStep
 from .runner.model_runner import ModelRunner
 from .runner.speculation.draft_depth import DraftDepth

@@ -15,7 +15,7 @@ from ...ipc.models.pooling import Pooling
 from ...ipc.params import PoolingParams
 from ...ipc.step_messages import SlotPooled
 from ...kernels.ops import AttentionMetadata
-from ..runner.input_batch import InputBatch
+from ..input_batch import InputBatch
 from ..sampling.logprob_arrays import to_array
 from .heads import LAST_ACTIVATIONS, PoolingHead, Rows
 from .modes import Collected, make_modes

@@ -1,6 +1,7 @@
 """Runs a step.
 
-Slots of requests (`input_batch.py`), inputs (`step_inputs.py`), the model runner, bursts, and on a
-GPU device state, launched steps and CUDA graphs. `stage_step.py`: steps of a stage before
-the last one. `speculation/` drafts tokens and verifies them.
+`assembly.py` builds what runs steps: a `ModelRunner` with a step of some kind. There are plain
+steps (`plain_step.py`), steps that look ahead (`look_ahead.py`, `bursts.py`), steps that are
+launched on a GPU (`launched_steps.py`, `device_inputs.py`, `cuda_graphs.py`), and those of a stage
+before the last one (`stage_step.py`). `speculation/` drafts tokens and verifies them.
 """

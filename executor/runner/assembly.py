@@ -23,6 +23,7 @@ from ...ipc.step_messages import SchedulerOutput
 from ...kernels.cpu.native.replay import Program
 from ...kernels.registry import OpTable
 from ..device import CopyToHost
+from ..input_batch import InputBatch
 from ..model import Forward, Model, Taps
 from ..pooling.pooler import Pooler
 from ..program.step_program import OpByOp, StagedForward, TappedForward
@@ -33,7 +34,6 @@ from .block_mover import BlockMover
 from .bursts import Bursts, BurstStep
 from .cuda_graphs import GraphedStep
 from .device_inputs import DeviceInputMaker, DeviceTables, Tensors
-from .input_batch import InputBatch
 from .launched_steps import LaunchedSteps, StepLauncher
 from .look_ahead import LookAhead
 from .model_runner import ModelRunner

@@ -11,8 +11,8 @@ import torch
 from ...ipc.step_messages import ModelRunnerOutput, RowError, SchedulerOutput
 from ...kernels.cpu.native.passes import Passes
 from ...kernels.cpu.native.replay import Program
+from ..input_batch import InputBatch
 from ..sampling.sampler import NOT_FINITE, draw_parameters
-from .input_batch import InputBatch
 from .plain_step import StepRunner
 from .step_inputs import StepInputMaker
 

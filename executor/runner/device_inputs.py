@@ -22,7 +22,7 @@ import torch
 from ...ipc.step_messages import SchedulerOutput
 from ...kernels.ops import make_metadata
 from ..device import packed
-from .input_batch import InputBatch
+from ..input_batch import InputBatch
 from .step_inputs import StepInputs, StepLayout, lay_out
 
 NUM_PARAMETERS = 8  # words of a slot, see gather_sampling_parameters, which reads the first six

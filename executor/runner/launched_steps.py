@@ -27,10 +27,10 @@ import torch
 
 from ...ipc.step_messages import ModelRunnerOutput, RowError, SchedulerOutput
 from ..device import CopyToHost
+from ..input_batch import InputBatch
 from ..model import Forward
 from ..sampling.sampler import NOT_FINITE
 from .device_inputs import WORDS_ALIGNED, DeviceInputMaker, DeviceTables, aligned
-from .input_batch import InputBatch
 from .look_ahead import LookAhead
 from .step_inputs import StepInputs, StepLayout, lay_out
 

@@ -14,11 +14,11 @@ import torch
 from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ...kernels.registry import OpTable
 from ..device import wake_threads
+from ..input_batch import InputBatch
 from ..model import Forward, Model, uncounted
 from ..plugins import plugin_failure
 from ..program.step_program import OpByOp
 from .bursts import Bursts
-from .input_batch import InputBatch
 from .launched_steps import HostStep, LaunchedSteps, PendingStep
 from .plain_step import PlainStep, StepRunner
 from .speculation.verification import Speculation

@@ -12,12 +12,11 @@ import torch
 
 from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ...kernels.registry import OpTable
+from ..input_batch import InputBatch
 from ..model import Forward
 from ..sampling.sampler import ParameterColumns
-from .input_batch import InputBatch
 from .special_rows import SpecialRows
 from .step_inputs import StepInputs
-from .step_outputs import in_order_of_step
 
 MakeInputs = Callable[[SchedulerOutput], StepInputs]
 Begun = tuple[StepInputs, tuple[torch.Tensor, ...]]  # inputs, and the results of Forward
@@ -100,4 +99,4 @@ class PlainStep:
         self._batch.append_tokens(slots, token_ids)
         if len(slots) == inputs.metadata.num_decodes == num_rows:  # in the order of the step
             return ModelRunnerOutput([1] * num_rows, token_ids.tolist())
-        return in_order_of_step(inputs, inputs.sampled_rows, token_ids)
+        return ModelRunnerOutput(*inputs.in_order_of_step(inputs.sampled_rows, token_ids))

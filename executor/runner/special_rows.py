@@ -11,13 +11,12 @@ import numpy as np
 import torch
 
 from ...ipc.step_messages import ModelRunnerOutput, RowError
+from ..input_batch import InputBatch
 from ..pooling.pooler import Pooler
 from ..sampling.grammar import Grammars
 from ..sampling.prompt_logprobs import PromptScorer
 from ..sampling.sampler import Sampler
-from .input_batch import InputBatch
 from .step_inputs import StepInputs
-from .step_outputs import in_order_of_step, insert_forced
 
 
 class SpecialRows:
@@ -62,11 +61,13 @@ class SpecialRows:
         errors |= output.errors
         good = np.array([int(slot) not in errors for slot in slots], bool)
         batch.append_tokens(slots[good], sampled.token_ids[good])
-        tokens = in_order_of_step(inputs, inputs.sampled_rows[good], sampled.token_ids[good])
+        num_sampled, token_ids = inputs.in_order_of_step(
+            inputs.sampled_rows[good], sampled.token_ids[good]
+        )
         output = msgspec.structs.replace(
             output,
-            num_sampled=tokens.num_sampled,
-            token_ids=tokens.token_ids,
+            num_sampled=num_sampled,
+            token_ids=token_ids,
             logprobs=[row for row in sampled.logprobs if row.slot not in errors],
             errors=errors,
         )
@@ -110,3 +111,16 @@ class SpecialRows:
     def _refusals(self, slots: np.ndarray) -> dict[int, RowError]:
         refusals = self._batch.refusals
         return {slot: refusals[slot] for slot in slots.tolist() if slot in refusals}
+
+
+def insert_forced(
+    slots: list[int], num_sampled: list[int], token_ids: list[int], forced: dict[int, list[int]]
+) -> tuple[list[int], list[int]]:
+    """The columns of a ModelRunnerOutput with `forced` tokens, by slot, after each row's own."""
+    counts, merged, cursor = [], [], 0
+    for slot, count in zip(slots, num_sampled, strict=True):
+        row = token_ids[cursor : cursor + count] + forced.get(slot, [])
+        cursor += count
+        counts.append(len(row))
+        merged += row
+    return counts, merged

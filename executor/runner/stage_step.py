@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
+from ..input_batch import InputBatch
 from .device_inputs import DeviceTables
-from .input_batch import InputBatch
 from .plain_step import OnePass
 
 

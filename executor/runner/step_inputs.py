@@ -13,7 +13,7 @@ import torch
 
 from ...ipc.step_messages import SchedulerOutput
 from ...kernels.ops import AttentionMetadata, make_metadata
-from .input_batch import InputBatch
+from ..input_batch import InputBatch
 
 NULL_BLOCK = 0  # never allocated; block tables of padding rows point to it
 
@@ -36,6 +36,17 @@ class StepInputs:
     sampled_slots: np.ndarray
     logits_indices: torch.Tensor  # [R] i64, indices in [0, T) of their last tokens
     token_types: torch.Tensor | None = None  # [T] i32, of models that take them
+
+    def in_order_of_step(
+        self, rows: np.ndarray, token_ids: np.ndarray
+    ) -> tuple[list[int], list[int]]:
+        """The first columns of the ModelRunnerOutput of a step whose `rows` [R] have sampled
+        `token_ids` [R].
+        """
+        by_request = np.full(len(self.slots), -1, np.int64)
+        by_request[self.order[rows]] = token_ids
+        has_token = by_request >= 0
+        return has_token.astype(int).tolist(), by_request[has_token].tolist()
 
 
 @dataclass(eq=False, slots=True)

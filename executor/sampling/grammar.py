@@ -49,7 +49,7 @@ from .grammar_compiler import GrammarCompiler, is_dead_end, normalize, refusal, 
 from .grammar_queue import GrammarQueue
 
 if TYPE_CHECKING:
-    from ..runner.input_batch import InputBatch
+    from ..input_batch import InputBatch
 
 logger = logging.getLogger(__name__)
 

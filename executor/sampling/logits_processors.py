@@ -36,8 +36,8 @@ import torch
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
 from ...ipc.step_messages import NewRequestData
+from ..input_batch import InputBatch
 from ..plugins import place_in
-from ..runner.input_batch import InputBatch
 
 Processor = Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
 

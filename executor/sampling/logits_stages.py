@@ -36,7 +36,7 @@ import torch
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
 from ...ipc.step_messages import NewRequestData, RowError, RowRefusal
-from ..runner.input_batch import InputBatch
+from ..input_batch import InputBatch
 
 PROCESSORS = "logits_processors"
 MASKS = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")

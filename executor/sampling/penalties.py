@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...ipc.step_messages import NewRequestData
-from ..runner.input_batch import InputBatch
+from ..input_batch import InputBatch
 
 NO_TOKEN = -1
 

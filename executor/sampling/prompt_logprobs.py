@@ -19,8 +19,8 @@ import torch
 
 from ...ipc.step_messages import SlotPromptLogprobs
 from ...kernels.ops import AttentionMetadata
+from ..input_batch import InputBatch
 from ..models.adapters import AdapterRows
-from ..runner.input_batch import InputBatch
 from .logprob_arrays import to_array
 
 LOGITS_BYTES = 64 * 2**20

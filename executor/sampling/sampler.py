@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...ipc.step_messages import RowError, SlotLogprobs
-from ..runner.input_batch import NO_LOGPROBS, InputBatch
+from ..input_batch import NO_LOGPROBS, InputBatch
 from .logprob_arrays import to_array
 
 NOT_FINITE = "the model's logits for this request are not finite (NaN or infinity)"

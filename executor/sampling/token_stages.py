@@ -17,7 +17,7 @@ import torch
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
 from ...ipc.step_messages import NewRequestData
-from ..runner.input_batch import InputBatch
+from ..input_batch import InputBatch
 from .logits_processors import LoadedProcessor, UserProcessors
 from .logits_stages import LogitsStage, LogitsStages
 from .penalties import Penalties

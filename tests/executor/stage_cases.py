@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from quire.executor.runner.input_batch import InputBatch
+from quire.executor.input_batch import InputBatch
 from quire.executor.sampling.logits_stages import LogitsStage, LogitsStages
 from quire.executor.sampling.token_stages import make_stages
 from quire.ipc.params import SamplingParams

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ....ipc.step_messages import SchedulerOutput
-from ..input_batch import InputBatch
+from ...input_batch import InputBatch
 
 MEASURING_ROUNDS, MEASURING_BUDGET_S = 20, 0.3
 MEASURED_AT_LEAST = 4  # counts: up to 8 tokens

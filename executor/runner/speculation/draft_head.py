@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..input_batch import InputBatch
+from ...input_batch import InputBatch
 from ..step_inputs import StepInputs
 from .draft_passes import DraftPasses, pass_over, within
 from .proposers import NOTHING

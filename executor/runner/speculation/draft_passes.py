@@ -14,11 +14,11 @@ import torch
 from ....ipc.step_messages import SchedulerOutput
 from ....kernels.cpu.native.replay import Program
 from ....kernels.registry import OpTable
+from ...input_batch import InputBatch
 from ...model import Forward, Model
 from ...program.step_program import OpByOp
 from ...sampling.sampler import draw_parameters
 from ..bursts import Bursts
-from ..input_batch import InputBatch
 from ..step_inputs import StepInputMaker, StepInputs
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..input_batch import InputBatch
+from ...input_batch import InputBatch
 from ..step_inputs import StepInputs
 from .proposers import NOTHING, Proposer
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from ....ipc.step_messages import ModelRunnerOutput, SchedulerOutput
+from ...input_batch import InputBatch
 from ...model import Taps
 from ..bursts import Bursts
-from ..input_batch import InputBatch
+from ..look_ahead import merge_outputs
 from ..plain_step import PlainStep, StepRunner
 from ..step_inputs import StepInputs
-from ..step_outputs import merge_outputs
 from .verification import Speculation, first_rows, logits_rows
 
 

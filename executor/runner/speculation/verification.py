@@ -22,11 +22,11 @@ import torch
 
 from ....ipc.config import SchedulerConfig, SpeculativeConfig, resolved
 from ....ipc.step_messages import ModelRunnerOutput, SchedulerOutput
+from ...input_batch import NO_LOGPROBS, InputBatch
 from ...sampling.logprob_arrays import join_logprobs
 from ...sampling.sampler import NOT_FINITE, Sampler
-from ..input_batch import NO_LOGPROBS, InputBatch
+from ..look_ahead import tokens_by_row
 from ..step_inputs import StepInputs
-from ..step_outputs import tokens_by_row
 from .draft_depth import DraftDepth, PassCosts, cpu_clock, measure_costs
 from .drafters import Drafter, LookupDrafter
 from .proposers import FirstOf, NgramProposer, Proposer

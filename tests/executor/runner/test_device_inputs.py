@@ -9,9 +9,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from quire.executor.input_batch import InputBatch
 from quire.executor.runner import device_inputs
 from quire.executor.runner.device_inputs import DeviceInputMaker, DeviceTables, aligned
-from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.step_inputs import StepInputMaker, StepInputs, lay_out
 from quire.executor.sampling.logits_stages import LogitsStages
 from quire.ipc.params import SamplingParams

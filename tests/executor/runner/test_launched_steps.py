@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quire.executor.runner.input_batch import NOT_KNOWN
+from quire.executor.input_batch import NOT_KNOWN
 from quire.executor.runner.launched_steps import PendingStep
 from quire.executor.sampling.sampler import NOT_FINITE
 from quire.executor.worker import Worker

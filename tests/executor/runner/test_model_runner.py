@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from quire.executor.runner.step_outputs import insert_forced
+from quire.executor.runner.special_rows import insert_forced
 from quire.executor.worker import Worker
 from quire.ipc.params import SamplingParams
 from quire.ipc.step_messages import SchedulerOutput

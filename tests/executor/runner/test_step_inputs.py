@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from quire.executor.runner.input_batch import InputBatch
+from quire.executor.input_batch import InputBatch
 from quire.executor.runner.step_inputs import StepInputMaker, StepInputs
 from quire.executor.sampling.logits_stages import LogitsStages
 from quire.ipc.params import SamplingParams

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from quire.executor.runner.input_batch import InputBatch
+from quire.executor.input_batch import InputBatch
 from quire.executor.sampling import grammar
 from quire.executor.sampling.grammar import Grammars
 from quire.executor.sampling.sampler import Sampler

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from quire.executor.runner.input_batch import InputBatch
+from quire.executor.input_batch import InputBatch
 from quire.executor.sampling.logits_stages import LogitsStages
 from quire.executor.sampling.sampler import Sampler
 from quire.executor.sampling.token_stages import make_stages

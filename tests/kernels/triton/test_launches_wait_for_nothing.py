@@ -9,13 +9,13 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from quire.executor.input_batch import InputBatch
 from quire.executor.loras import Loras, adapted_modules
 from quire.executor.models.decoder import Decoder
 from quire.executor.models.layers import LayerFactory
 from quire.executor.runner import device_inputs
 from quire.executor.runner.assembly import RunnerState, assemble, on_device
 from quire.executor.runner.cuda_graphs import GraphedStep
-from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.model_runner import ModelRunner
 from quire.executor.sampling.token_stages import make_stages
 from quire.executor.weights.loader import fill_with_random_weights

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from quire.executor.runner.input_batch import InputBatch
+from quire.executor.input_batch import InputBatch
 from quire.executor.runner.speculation.drafters import LookupDrafter
 from quire.executor.runner.speculation.proposers import NgramProposer
 from quire.executor.runner.speculation.verification import Speculation

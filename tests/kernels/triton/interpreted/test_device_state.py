@@ -7,10 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from quire.executor.input_batch import InputBatch
 from quire.executor.loras import Loras
 from quire.executor.runner.assembly import RunnerState, assemble, on_device
 from quire.executor.runner.cuda_graphs import GraphedStep
-from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.model_runner import ModelRunner
 from quire.executor.sampling.token_stages import make_stages
 from quire.executor.weights.lora_files import AdapterWeights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from quire.executor.runner.input_batch import (
+from quire.executor.input_batch import (
     NO_LOGPROBS,
     WHOLE_VOCABULARY,
     InputBatch,

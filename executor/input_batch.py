@@ -1,4 +1,4 @@
-"""The runner's state of requests: fixed slots, one row each in a few tables.
+"""The state of the requests that a rank runs: fixed slots, one row each in a few tables.
 
 Must not know: request ids, scheduling, the model. The scheduler owns slots and blocks; these tables
 are its copy, updated by differences.
@@ -7,15 +7,14 @@ are its copy, updated by differences.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ...ipc.errors import InvalidParameterError
-from ...ipc.lora import LoRARequest
-from ...ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
-from ...ipc.step_messages import NewRequestData, RowError, RowRefusal, SchedulerOutput
-from ..loras import Loras
+from ..ipc.errors import InvalidParameterError
+from ..ipc.lora import LoRARequest
+from ..ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
+from ..ipc.step_messages import NewRequestData, RowError, RowRefusal, SchedulerOutput
 
 # a smaller share would round to 0 in 32 bits, and no token would be left
 LEAST_TOP_P = float(np.finfo(np.float32).tiny)
@@ -25,6 +24,16 @@ NOT_KNOWN = -1  # a token that the device has sampled and the host has not recei
 NOT_SAMPLED = SamplingParams(temperature=0.0, seed=0)
 # of num_logprobs; the vocabulary's size limits it later
 WHOLE_VOCABULARY = 2**31 - 1
+
+
+class AdapterSlots(Protocol):
+    """Gives the adapters of requests their places in the layers; Loras implements it."""
+
+    def enter(self, slot: int, lora_int_id: int) -> int:
+        """Returns the place of the adapter. Raises InvalidParameterError."""
+        ...
+
+    def leave(self, slot: int) -> None: ...
 
 
 class InputBatch:
@@ -41,7 +50,7 @@ class InputBatch:
         block_size: int,
         stages: Any,
         kv_cache_windows: Sequence[int] = (0,),
-        loras: Loras | None = None,
+        loras: AdapterSlots | None = None,
     ):
         """kv_cache_windows: see Executor. loras: of an engine with LoRA adapters."""
         self.block_size = block_size

@@ -27,6 +27,8 @@ from ..ipc.models.quantized_tensors import saved_bytes
 from ..kernels import registry
 from ..kernels.registry import OpTable
 from . import device as devices
+from .groups.expert_group import ALL_EXPERTS, ExpertGroup
+from .groups.tensor_group import ALONE, TensorGroup
 from .kernel_choice import (
     check_encoder,
     check_kv_cache_dtype,
@@ -41,8 +43,6 @@ from .models.layer_registry import replacements
 from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
 from .plugins import describe_module
-from .ranks.expert_group import ALL_EXPERTS, ExpertGroup
-from .ranks.tensor_group import ALONE, TensorGroup
 from .result_checks import check_results
 from .weights.gguf import tensors_of_file
 from .weights.loader import fill_with_random_weights, load_weights

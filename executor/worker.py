@@ -30,6 +30,8 @@ from ..kernels.registry import OpTable
 from . import device as devices
 from .device import CopyToHost, SecondStream
 from .draft import Draft, draft_config
+from .groups.expert_group import make_expert_group
+from .groups.tensor_group import ALONE, TensorGroup
 from .input_batch import InputBatch
 from .kv_cache_memory import KVCacheMemory, move_caches, release_caches
 from .loras import Loras
@@ -42,8 +44,6 @@ from .pooling.dense import load_dense
 from .pooling.heads import PoolingHead
 from .pooling.pooler import Pooler
 from .program.step_program import record_step
-from .ranks.expert_group import make_expert_group
-from .ranks.tensor_group import ALONE, TensorGroup
 from .runner.assembly import RunnerState, assemble, on_device
 from .runner.block_mover import BlockMover, caches_of, shortest_time
 from .runner.cuda_graphs import Capture, CudaCapture, GraphedStep

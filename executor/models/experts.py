@@ -13,8 +13,8 @@ import torch
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.experts_config import ExpertsConfig
 from ...kernels.moe import ClampedSwiGLU, Experts
+from ..groups.expert_group import ExpertGroup
 from ..model import RoutedTokens
-from ..ranks.expert_group import ExpertGroup
 from .blocks import GatedMLP
 from .layers import LayerFactory, Weights
 

@@ -21,8 +21,8 @@ from ...ipc.models.gguf_weights import MEMORY_TYPES
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...ipc.models.quantized_tensors import BLOCKS
 from ..device import free_bytes
-from ..ranks.expert_group import ALL_EXPERTS, ExpertGroup
-from ..ranks.tensor_group import ALONE, TensorGroup
+from ..groups.expert_group import ALL_EXPERTS, ExpertGroup
+from ..groups.tensor_group import ALONE, TensorGroup
 from ..weights.packed_rows import PackedRows, copy_weights
 from ..weights.table import Slice, Weight, stored_shape
 from .adapters import AdapterRows, EmbeddingAdapters, LinearAdapters

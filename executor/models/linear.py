@@ -18,7 +18,7 @@ import torch
 
 from ...kernels.cpu.native.program import is_recording, part_ids
 from ..device import copy_mapped, release_mapped
-from ..ranks.tensor_group import TensorGroup
+from ..groups.tensor_group import TensorGroup
 from ..weights.packed_rows import PackedRows, pack_blocks
 from ..weights.table import Slice, Weight
 from .adapters import EmbeddingAdapters, LinearAdapters

@@ -5,8 +5,8 @@
                       ◀─ reply rings ──────  one result from each, compared
 
 `multiproc_executor.py` is the engine's side, `rank.py` a rank's program, `messages.py` what they
-say to each other. `tensor_group.py` adds and joins tensors of ranks that share layers, `stages.py`
-is for those that share the stack. `local_ranks.py` starts ranks on this machine; `ring.py` and
-`shared_links.py` carry messages and tensors through shared memory. Between machines `network.py`
-carries messages and `torch_links.py` tensors, which it also does between GPUs.
+say to each other. `local_ranks.py` starts ranks on this machine; `ring.py` and `shared_links.py`
+carry messages and tensors through shared memory. Between machines `network.py` carries messages
+and `torch_links.py` tensors, which it also does between GPUs. What layers see of other ranks is in
+`groups/`.
 """

@@ -28,7 +28,7 @@ from ...ipc.sockets import bind_network, connect_network, has_peer, make_context
 from .messages import NetworkEnds, host_name
 
 if TYPE_CHECKING:
-    from .tensor_group import TensorGroup
+    from ..groups.tensor_group import TensorGroup
 
 START_TIMEOUT_S = 120.0  # of a rank, until it is connected
 CHECK_S = 0.2  # how often connections are checked

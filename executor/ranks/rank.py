@@ -48,8 +48,8 @@ from .messages import (
 from .ring import RingReader, RingWriter, join_frames, split_frames
 
 if TYPE_CHECKING:
+    from ..groups.tensor_group import TensorGroup
     from ..worker import Worker
-    from .tensor_group import TensorGroup
 
 logger = logging.getLogger("quire.rank")
 

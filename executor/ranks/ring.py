@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from ..groups import PART_FLOATS
+
 SLOT_BYTES = 256 * 1024
 NUM_SLOTS = 16
-PART_FLOATS = 2**20  # of an exchange (tensor_group.py); larger tensors go in pieces
 _HEADER = struct.Struct("<II")  # bytes in this slot, whether more follow
 
 

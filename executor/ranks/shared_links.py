@@ -19,10 +19,11 @@ from torch import Tensor
 
 from ...kernels.cpu.native.library import library
 from ...kernels.cpu.native.ranks import NativeExchange, memory_bytes
+from ..groups import PART_FLOATS
+from ..groups.stages import Stages
+from ..groups.tensor_group import TensorGroup
 from .messages import RankEnds
-from .ring import PART_FLOATS, GroupEnds, RingReader, RingWriter, StageEnds
-from .stages import Stages
-from .tensor_group import TensorGroup
+from .ring import GroupEnds, RingReader, RingWriter, StageEnds
 
 
 class SharedExchange:

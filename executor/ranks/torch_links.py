@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from ..groups.process_group import LOOPBACK, make_process_group
+from ..groups.stages import Stages
+from ..groups.tensor_group import TensorGroup
 from .messages import RankEnds, RankLostError, host_name
-from .process_group import LOOPBACK, make_process_group
-from .stages import Stages
-from .tensor_group import TensorGroup
 
 # Tensors that a rank has sent and another has not received yet. They are sent when the other rank
 # receives, so waiting at once would let two ranks wait for each other.

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from quire.executor.groups import PART_FLOATS
+from quire.executor.groups.tensor_group import TensorGroup
 from quire.executor.ranks.messages import RankEnds, RankLostError
-from quire.executor.ranks.ring import PART_FLOATS, GroupEnds, RingEnds
-from quire.executor.ranks.tensor_group import TensorGroup
+from quire.executor.ranks.ring import GroupEnds, RingEnds
 from quire.executor.ranks.torch_links import MAX_PENDING, local_group, network_group
-from quire.tests.executor.ranks.test_tensor_group import on_ranks
+from quire.tests.executor.groups.test_tensor_group import on_ranks
 
 NO_RING = RingEnds(-1, [], [])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire.executor.ranks.process_group import make_process_group
+from quire.executor.groups.process_group import make_process_group
 
 
 def test_tensors_of_a_cpu_go_through_gloo() -> None:

@@ -2,7 +2,7 @@
 compute.
 
 Must not know: layers, models, steps, how the ranks were started, what carries their parts
-(shared_links.py, torch_links.py).
+(ranks/shared_links.py, ranks/torch_links.py).
 
 Every rank adds the parts in the order of ranks, in fp32, so that all have the same bits, in every
 run and with every exchange.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...ipc.errors import InvalidParameterError
 from ...kernels.cpu.native.program import is_recording
-from .ring import PART_FLOATS
+from . import PART_FLOATS
 from .stages import WHOLE, Stages
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from quire.executor.groups.stages import WHOLE, Stages
 from quire.executor.ranks.ring import RingEnds, StageEnds
 from quire.executor.ranks.shared_links import RingStageLinks
-from quire.executor.ranks.stages import WHOLE, Stages
 
 MADE: list[RingEnds] = []
 

@@ -2,12 +2,12 @@
 next.
 
 Must not know: layers, models, steps, how the ranks were started, what carries the tensors
-(shared_links.py, torch_links.py).
+(ranks/shared_links.py, ranks/torch_links.py).
 
     stage 0   embedding, layers ── residual stream ─▶ stage 1   layers, head
 
 The last stage samples. Nothing goes back: a stage begins the next step while those after it compute
-this one, and gets the tokens of a step from the engine (messages.Sampled).
+this one, and gets the tokens of a step from the engine (Sampled in ranks/messages.py).
 """
 
 from __future__ import annotations

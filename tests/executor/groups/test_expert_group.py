@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire.executor.ranks.expert_group import ALL_EXPERTS, ExpertGroup, make_expert_group
+from quire.executor.groups.expert_group import ALL_EXPERTS, ExpertGroup, make_expert_group
 from quire.ipc.errors import EngineDeadError
 from quire.tests.fakes import make_config
 

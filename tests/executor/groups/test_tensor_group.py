@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from quire.executor.ranks.ring import PART_FLOATS, GroupEnds
+from quire.executor.groups import PART_FLOATS
+from quire.executor.groups.tensor_group import ALONE, TensorGroup
+from quire.executor.ranks.ring import GroupEnds
 from quire.executor.ranks.shared_links import SharedExchange
-from quire.executor.ranks.tensor_group import ALONE, TensorGroup
 from quire.ipc.errors import InvalidParameterError
 
 

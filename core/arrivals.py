@@ -166,7 +166,7 @@ class Arrivals:
             self.abort(request_ids, client_index)
 
     def drop_client(self, client_index: int) -> None:
-        """The client has left or died: its requests end, and nobody is answered."""
+        """The client has left or died: its requests end without an answer."""
         mine = [
             request_id
             for request_id, request in self._scheduler.requests.items()
@@ -385,8 +385,8 @@ class RequestLimits:
 
 
 class Rule(NamedTuple):
-    """What must hold of a request, and what is said of one for which it does not. A rule may rely
-    on those before it.
+    """What must hold of a request, and the message for one of which it does not. A rule may rely on
+    those before it.
     """
 
     parameter: str

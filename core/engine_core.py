@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from ..executor.executor import Executor, PendingOutput
 
 Report = Callable[[str, float], None]
-KEPT_BYTES = 2**30  # of the cache, most that an engine stores when it ends, which takes seconds
+KEPT_BYTES = 2**30  # the most of the cache that an engine stores when it ends; it takes seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class EngineCore:
             raise
         self._most_in_flight = num_steps_in_flight(config)
         self.step_fn = self._step_overlapped if self._most_in_flight > 1 else self._step
-        # of the overlapped form; the oldest first
+        # steps of the overlapped form that run, the oldest first
         self._in_flight: deque[tuple[ScheduledStep, PendingOutput]] = deque()
         self.log_stats = not config.service_config.disable_log_stats
         self._log_steps = config.service_config.log_steps
@@ -434,7 +434,7 @@ class EngineCore:
 
 def begin_import() -> Future[Any]:
     """Runs import_executor in a thread, for a CPU and before the configuration is known."""
-    # first here: this thread needs it while the other one holds the GIL
+    # It is imported here first, because this thread needs it while the other one holds the GIL.
     from ..executor.weights import early_memory  # noqa: F401
 
     return start_in_thread(import_executor)

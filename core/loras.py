@@ -70,7 +70,7 @@ class LoraRegistry:
         self._wake = wake
         self._known: dict[int, Adapter] = {}  # what a new request with this lora_int_id uses
         self._resident: list[Adapter] = []  # in memory
-        # Of each adapter that was read, what its files were: an adapter that is read again while
+        # What the files of each adapter were when it was read: an adapter that is read again while
         # requests use it must be the same.
         self._files: dict[Adapter, str] = {}
         self._calls: dict[Adapter, list[Future[bool]]] = {}  # add_lora without a result so far
@@ -164,7 +164,7 @@ class LoraRegistry:
             self._reading[2].exception(timeout_s)
 
     def settle(self) -> None:
-        """Takes what has been read, and frees what nobody uses any more. Between two steps."""
+        """Takes what has been read, and frees what is no longer used. Called between two steps."""
         if self.is_due():
             self._drain()
             self._take()
@@ -276,8 +276,9 @@ class LoraRegistry:
         return True
 
     def _victim(self, adapter: Adapter) -> Adapter | None:
-        """The adapter to free for this one: the least recently used that no running request uses,
-        and none that is pinned, or that a request in front of this one's in the queue waits for.
+        """The adapter to free for this one: the least recently used of those that no running
+        request uses, that are not pinned, and that no request before this one's in the queue waits
+        for.
         """
         wanted = self._scheduler.lora_slots.wanted
         first = set(wanted[: wanted.index(adapter)]) if adapter in wanted else set()

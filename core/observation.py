@@ -64,12 +64,12 @@ class StepRecords:
     def begin(self, step: ScheduledStep, start_time: float, counters: EngineCounters) -> None:
         """Called when a step has been scheduled, from `start_time` on."""
         num_preemptions = counters.num_preemptions
-        # including those of a sleep before it
+        # preemptions include those of a sleep before the step
         step.scheduling = start_time, time.monotonic(), num_preemptions - self._num_preemptions
         self._num_preemptions = num_preemptions
 
     def execute_time(self, step: ScheduledStep) -> float:
-        """When the execution of a step began that has run and is not processed."""
+        """When the execution began of a step that has run and is not processed yet."""
         scheduled_time = step.scheduling[1]
         return scheduled_time if scheduled_time > self._executed_time else self._executed_time
 
@@ -325,7 +325,9 @@ def _state(request: Request, held: dict[str, Request]) -> str:
 
 
 def _describe_gated(gated: GatedRequest) -> dict[str, Any]:
-    """A request that waits for its grammar: nothing is computed, and with n > 1 it is still one."""
+    """A request that waits for its grammar: nothing of it is computed, and with n > 1 it is still
+    one request.
+    """
     request = gated.request
     return {
         "request_id": request.request_id,

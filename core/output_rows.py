@@ -10,8 +10,8 @@ several steps together:
     step 3: a b c held, c ends ──▶ c sent, three tokens
     step 4: a b ──▶ sent, three tokens each
 
-A message costs the threads on its way, and a row its client, nearly the same with four tokens as
-with one.
+A message costs the threads on its way nearly the same with four tokens as with one, and so does a
+row its client.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..ipc.messages import (
 from ..ipc.step_messages import SlotLogprobs, SlotPooled, SlotPromptLogprobs
 from .request import Request
 
-# between two messages: holding rows for less is not worth it, and for longer could be noticed
+# Between two messages. Holding rows for less time is not worth it; more could be noticed.
 LEAST_GAP_S, MAX_GAP_S = 0.005, 0.05
 
 

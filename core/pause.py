@@ -144,7 +144,7 @@ class PauseControl:
         )
 
     def describe_stall(self) -> str | None:
-        """The same, while rows may still come."""
+        """What `stall_reason` would answer now, while rows may still come."""
         if self._has_work() or (self.mode is None and not self.asleep):
             return None
         if self.asleep:
@@ -191,7 +191,9 @@ class PauseControl:
             self._scheduler.release_arrivals()
 
     def set_turn(self, has_turn: bool) -> None:
-        """Whether steps may be scheduled at all: not, while other engines do not take part."""
+        """Sets whether steps may be scheduled at all. They may not while other engines do not take
+        part.
+        """
         self._has_turn = has_turn
         self.can_step = has_turn and self.mode != "keep" and not self.asleep
 
@@ -292,8 +294,8 @@ class PauseControl:
         return self._workers.collective_rpc(method, *args)
 
     def _forget_kv(self, *, keeps: bool = False) -> None:
-        """Preempts all requests and drops the prefix cache. keeps: stores its blocks outside it
-        first, if there is a place.
+        """Preempts all requests and drops the prefix cache. keeps: its blocks are stored outside it
+        first, if there is a place for them.
         """
         self._scheduler.preempt_all()
         if keeps:

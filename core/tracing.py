@@ -138,7 +138,7 @@ class Tracing:
             ranks.implementation,
             ranks.model_class,
             os.getpid(),
-            recorder.in_words(ranks.steps),
+            recorder.traces(ranks.steps),
             ranks.limits,
             places | ranks.places,
             ranks.notes,
@@ -147,7 +147,7 @@ class Tracing:
 
 
 class StepRecorder:
-    """Between `begin` and `processed` of each step; the first `num_steps` are recorded."""
+    """Records the first `num_steps` steps, each between `begin` and `processed`."""
 
     def __init__(self, scheduler: Scheduler, gate: GrammarGate, num_steps: int):
         self._scheduler = scheduler
@@ -167,15 +167,15 @@ class StepRecorder:
         return self._waits[-1]
 
     def settle(self, *, is_over: bool = False) -> None:
-        """Completes what waits for the trace, once it is complete or over."""
+        """Completes the futures of `wait` once the trace is complete or over."""
         if is_over or len(self._steps) == self._num_steps:
             waits, self._waits = self._waits, []
             for future in waits:
                 future.set_result(len(self._steps))
 
-    def in_words(self, ranks: dict[int, list[RankTrace]]) -> list[StepTrace]:
-        """The recorded steps, with what the executor's ranks have recorded of each, by number."""
-        return [self._in_words(step, ranks) for step in self._steps]
+    def traces(self, ranks: dict[int, list[RankTrace]]) -> list[StepTrace]:
+        """The recorded steps. ranks: what the executor's ranks have recorded, by step number."""
+        return [self._step_trace(step, ranks) for step in self._steps]
 
     def begin(self) -> None:
         """Called before a step is scheduled."""
@@ -264,7 +264,7 @@ class StepRecorder:
             )
         )
 
-    def _in_words(self, step: _Processed, ranks: dict[int, list[RankTrace]]) -> StepTrace:
+    def _step_trace(self, step: _Processed, ranks: dict[int, list[RankTrace]]) -> StepTrace:
         known, output = step.scheduled, step.scheduled.output
         lookahead = output.num_lookahead_tokens or [0] * len(output.slots)
         rows = [

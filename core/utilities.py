@@ -27,7 +27,7 @@ class Utility(NamedTuple):
 
     function: Callable[..., Any]
     is_drained: bool = False  # the steps in flight are finished first
-    is_owned: bool = False  # it is told which client calls
+    is_owned: bool = False  # it gets the index of the client that calls
 
 
 def list_utilities(

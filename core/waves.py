@@ -54,7 +54,7 @@ class WaveState:
 
 
 class EngineWaves:
-    """The waves of an EngineCore, of which `step` takes the place of a step."""
+    """The waves of an EngineCore. `step` replaces the engine's own."""
 
     def __init__(
         self,
@@ -105,7 +105,9 @@ class EngineWaves:
         return self._take_rows(everything=not has_step), has_step
 
     def begin(self) -> bool:
-        """Until the engines meet. Returns whether this one has work; asks for a wave for it."""
+        """What comes before the engines meet. Returns whether this one has work, and asks for a
+        wave if it does.
+        """
         self._pausing.set_turn(self.state.is_running and not self.is_held and not self._is_full())
         self._step = self._schedule()
         self._pausing.set_turn(False)
@@ -115,7 +117,7 @@ class EngineWaves:
         return has_work
 
     def finish(self, any_has_work: bool) -> None:
-        """After they have met: the pass, or the end of the wave."""
+        """What follows when they have met: the pass, or the end of the wave."""
         step, self._step = self._step, None
         if not any_has_work:
             self._report(self.state.end())

@@ -199,6 +199,7 @@ class BlockPool:
         return False
 
     def uncache(self, block: KVCacheBlock) -> None:
+        """The block, if it was cached, can no longer be found."""
         if block.block_hash is not None:
             del self._cached[block.block_hash]
             block.block_hash = None

@@ -1,6 +1,6 @@
 """What changes in the set of blocks that the prefix cache can find, as events for routers.
 
-Must not know: sockets, who is told, which request runs when.
+Must not know: sockets, who receives the events, which request runs when.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KVEvents:
     def __init__(self, layout: KVLayout):
         self._layout = layout
         self._has_groups = len(layout.windows) > 1
-        self._events: list[KVCacheEvent] = [AllBlocksCleared()]  # for those that knew another one
+        self._events: list[KVCacheEvent] = [AllBlocksCleared()]  # of an earlier engine
         self._removed: list[int] = []  # of `_removed_group`
         self._removed_group = 0
         self._stored_request: Request | None = None  # whose blocks follow each other
@@ -58,7 +58,9 @@ class KVEvents:
         self._events.append(AllBlocksCleared())
 
     def changed(self, medium: str, added: list[bytes], removed: list[bytes]) -> None:
-        """Blocks of another medium, by name. Nothing is told of their tokens."""
+        """The blocks of another medium have changed. Both lists hold names; the events have no
+        tokens.
+        """
         self._flush()
         if removed:
             self._events.append(BlockRemoved(list(map(hash_for_routers, removed)), medium))

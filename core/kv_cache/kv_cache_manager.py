@@ -75,9 +75,9 @@ class KVCacheManager:
         events: KVEvents | None = None,
         offload: OffloadedBlocks | None = None,
     ):
-        """max_spare_tokens: of a request, for which it may keep room that no step has used.
-        events: get what the prefix cache learns and forgets. offload: takes evicted blocks; only
-        with one group of layers without a window.
+        """max_spare_tokens: tokens for which a request may keep room that no step has used.
+        events: receives what the prefix cache learns and forgets. offload: takes evicted blocks; it
+        needs a model with one group of layers and without a window.
         """
         self.max_spare_tokens = max_spare_tokens
         self.layout = layout
@@ -156,8 +156,8 @@ class KVCacheManager:
         return self.offload.count(request, request.block_hashes[len(blocks[0]) : end])
 
     def load(self, request: Request, first: int, count: int) -> bool:
-        """Loads so many blocks of a request that has begun, from its block `first` on. False: not
-        all of them; the request has not begun then.
+        """Loads `count` blocks of a request that has begun, from its block `first` on. Returns False
+        if not all of them could be loaded; the request has not begun then.
         """
         assert self.offload is not None
         blocks = self._tables[request.request_id][0][first : first + count]
@@ -214,8 +214,8 @@ class KVCacheManager:
         return [block.block_id for table in tables for block in table]
 
     def _begin_tables(self, blocks: Blocks, num_computed: int) -> Blocks:
-        """The tables of the computed tokens, whose beginning `blocks` hold, without those that no
-        later token sees.
+        """The tables of the computed tokens. `blocks` hold the beginning of these; blocks that no
+        later token sees become the null block.
         """
         null = self.block_pool.null_block
         num_given = len(blocks[0])
@@ -227,7 +227,7 @@ class KVCacheManager:
         return tables
 
     def _hold(self, request: Request, tables: Blocks, num_given: int, num_computed: int) -> None:
-        """The request holds what its tables have. `num_given`: tokens of the blocks that it got."""
+        """The request holds the blocks in its tables. `num_given`: the tokens that fit in them."""
         self.block_pool.touch(self._kept(tables))
         num_blocks = num_given // self.block_size
         if num_computed < num_given:

@@ -53,7 +53,7 @@ class OffloadedBlocks:
 
     def suspend(self) -> None:
         """Nothing comes back until the next flush: a block that is to be filled may have content
-        that has to be moved first, or a block could not be had.
+        that has to be moved first, or a block could not be loaded.
         """
         self._is_suspended = True
 
@@ -63,8 +63,8 @@ class OffloadedBlocks:
         return self._place.count_present(names) if may_ask else 0
 
     def load(self, blocks: Sequence[KVCacheBlock], names: Sequence[bytes]) -> bool:
-        """Fills the blocks. False: not all of them; then nothing comes back until the next
-        flush.
+        """Fills the blocks. Returns False if not all of them could be loaded; then nothing comes
+        back until the next flush.
         """
         self.flush()  # these blocks may be among the evicted ones
         pairs = [(block.block_id, name) for block, name in zip(blocks, names, strict=True)]
@@ -81,7 +81,9 @@ class OffloadedBlocks:
         self._counters.external_prefix_cache_hits += num_hit_tokens
 
     def store_all(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Stores cached blocks before the cache is lost; of these the first one leaves first."""
+        """Stores cached blocks before the cache is lost. The first of them is the first to be
+        dropped where they are stored.
+        """
         for block in blocks:
             self.evict(block)
         self.flush()

@@ -2,7 +2,7 @@
 
 Must not know: slots, blocks, the step being made.
 
-An owner is whoever sends requests: a client, or one of several for whom a client asks. The next
+An owner sends requests: it is a client, or one of those on whose behalf a client asks. The next
 request to start is the first of the owner that has received the least service, in computed tokens
 divided by its weight (the virtual token counter of Sheng et al., "Fairness in Serving Large
 Language Models", OSDI 2024). Tokens are counted when they are computed, so that neither the length
@@ -26,8 +26,8 @@ from ..request import Request, RequestOwner
 
 _by_key = attrgetter("key")
 
-# What a second of a grammar's CPU time counts for: about the tokens that a small model decodes in
-# it. The usual 50 us per token then are no service to speak of.
+# A second of a grammar's CPU time counts for as many tokens, which is about what a small model
+# decodes in it. The usual 50 us per token hardly count then.
 TOKENS_PER_S = 1000.0
 
 
@@ -39,7 +39,7 @@ class WaitingQueue:
 
     def __init__(self, max_debt: int):
         """`max_debt`: an owner that begins to wait is at most this many tokens behind the others,
-        however many it has received while nobody else waited.
+        however many it has received while no other owner waited.
         """
         self.owners: dict[tuple[int, str], RequestOwner] = {}
         self._max_debt = max_debt
@@ -114,10 +114,10 @@ class WaitingQueue:
         Among owners with equal service, that of the one with the fewest requests.
         """
         if len(self.owners) > 1 or passed:
-            return self._next_of_several(passed)
+            return self._next_of_all(passed)
         return next((owner.waiting[0] for owner in self.owners.values() if owner.waiting), None)
 
-    def _next_of_several(self, passed: dict[RequestOwner, int]) -> Request | None:
+    def _next_of_all(self, passed: dict[RequestOwner, int]) -> Request | None:
         best: RequestOwner | None = None
         for owner in self.owners.values():
             if len(owner.waiting) > passed.get(owner, 0) and (

@@ -29,8 +29,8 @@ from .step import ScheduledStep
 logger = logging.getLogger(__name__)
 
 # The CPU time that the grammar of one request may take: at first, for each further completion, and
-# for each token of its outputs. Usual are 10 to 100 us per token, and some milliseconds for the
-# first one of a large schema.
+# for each token of its outputs. A token usually takes 10 to 100 us, and the first one of a large
+# schema takes some milliseconds.
 GRAMMAR_S, GRAMMAR_S_PER_COMPLETION, GRAMMAR_S_PER_TOKEN = 0.15, 0.01, 0.001
 
 
@@ -73,8 +73,8 @@ def update_from_output(
             reason = append_tokens(state, request, token_ids, rows, logprobs.get(slot))
         if slot in pooled:
             reason = write_pooled(request, pooled[slot], rows)
-        # after the tokens that it did sample; if one of them ended the request, the failed ones
-        # were computed in vain
+        # An error counts after the tokens that were sampled. If one of them ended the request, the
+        # failed ones were computed in vain.
         if slot in errors:
             if reason is None:
                 fail(state, request, errors[slot], rows)
@@ -89,8 +89,8 @@ def update_from_output(
 def count_surplus(
     state: SchedulerState, step: ScheduledStep, result: ModelRunnerOutput
 ) -> Iterable[int]:
-    """Of each row, the tokens that the step counts as computed and that are not: drafts that were
-    not accepted.
+    """For each row, how many tokens the step counts as computed although they are not: drafts that
+    were not accepted.
     """
     state.counters.count_drafts(result.num_drafted, result.num_accepted)
     for count in result.num_accepted:
@@ -100,7 +100,9 @@ def count_surplus(
 
 
 def take_back(state: SchedulerState, request: Request, num_surplus: int) -> int:
-    """These last tokens of the request are not computed. Returns their number if it runs."""
+    """The last `num_surplus` tokens of the request do not count as computed any more. Returns their
+    number if the request runs, else 0.
+    """
     if request.status is RequestStatus.RUNNING:
         request.num_computed_tokens -= num_surplus
         return num_surplus
@@ -138,7 +140,7 @@ def spend_on_grammars(
 
 
 def grammar_refusal(completions: list[Request]) -> RowRefusal | None:
-    """Why a message may not go on, of whose completions these are unfinished; None: it may."""
+    """Why a message may not continue, or None if it may. completions: its unfinished ones."""
     spent_s = sum(request.grammar_s or 0.0 for request in completions)
     num_tokens = sum(request.num_output_tokens for request in completions)
     allowed_s = GRAMMAR_S + GRAMMAR_S_PER_COMPLETION * (len(completions) - 1)

@@ -30,11 +30,11 @@ from .preemption import PreemptionPolicy
 
 _by_key = attrgetter("key")
 
-# Of one prompt in a step, where a model has stages: so that all have a part of a long prompt at the
-# same time. A smaller number would use the weights less.
+# Where a model has stages, a step computes at most this many tokens of one prompt, so that all
+# stages have a part of a long prompt at the same time. A smaller number would use the weights less.
 MAX_STAGE_CHUNK_TOKENS = 256
-# Where a model has stages: so many requests take about the time of half of them, since a step reads
-# all weights (tests/bench/LEDGER.md), and to divide them among two steps would gain nothing.
+# Where a model has stages, this many requests take about as long as half of them, since a step
+# reads all weights (tests/bench/LEDGER.md). Dividing them between two steps would gain nothing.
 LEAST_SAMPLES, LEAST_SAMPLES_INT4 = 8, 4
 
 
@@ -49,7 +49,7 @@ class StepLimits:
     enable_chunked_prefill: bool
     uses_priority: bool
     uses_loras: bool
-    num_stages: int  # so many steps run at the same time, of different requests
+    num_stages: int  # as many steps run at the same time, with different requests
     least_samples: int  # requests in a step before others are kept for the next one
     drafts: bool
     num_tokens_per_pass: int  # that a row may get in a pass of the model, drafts included
@@ -93,7 +93,7 @@ class StepLimits:
 
 
 class SchedulerState:
-    """Owns the requests, their slots, and what a step must tell the runner of them."""
+    """Owns the requests, their slots, and what the runner must still learn of them."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class SchedulerState:
         # a heap: the lowest is taken first, which keeps the runner's batch compact
         self.free_slots = list(range(limits.max_num_seqs))
         self.num_steps = 0
-        # of the draft tokens at each position of a draft, those that were accepted
+        # how many draft tokens were accepted, by their position in a draft
         self.accepted_per_pos = [0] * (limits.num_tokens_per_pass - 1)
         self._is_holding = False
         self._first_held_arrival = 0
@@ -240,7 +240,7 @@ class SchedulerState:
         return deadline is not None and deadline <= time.monotonic()
 
     def pop_late_request(self) -> Request:
-        """The one with the earliest deadline, which no longer counts."""
+        """Returns the request with the earliest deadline, which no longer counts."""
         return self.requests[heapq.heappop(self.deadlines)[1]]
 
     def has_unfinished_requests(self) -> bool:

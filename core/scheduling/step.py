@@ -45,9 +45,10 @@ class ScheduledStep:
     num_expected: list[int] = field(default_factory=list)
     # of the request's tokens, after the step
     num_computed: list[int] = field(default_factory=list)
-    # rows that compute a prompt, or recompute a preempted request; their tokens
+    # rows that compute a prompt, or recompute a preempted request, with the number of their tokens
     prefills: list[tuple[Request, int]] = field(default_factory=list)
-    # its begin and end, by time.monotonic(), and preemptions; observation.py writes it
+    # when its scheduling began and ended, by time.monotonic(), and the number of preemptions;
+    # observation.py writes it
     scheduling: tuple[float, float, int] = (0.0, 0.0, 0)
     stopped_by: str = ""  # why the head of the queue waits: see admit_waiting, or "preemption"
     execute_time: float = 0.0  # its execution began; only for steps with prefills
@@ -161,8 +162,8 @@ def schedule_running(
         num_tokens = len(request.token_ids) + num_pending - request.num_computed_tokens
         if num_tokens > 1:
             num_tokens = min(num_tokens, limits.max_chunk_tokens, budget)
-        # its last token is being sampled, or nobody knows how many drafts will be accepted, or the
-        # first stage would have to wait for the token
+        # its last token is being sampled, or it is not known yet how many drafts are accepted, or
+        # the first stage would have to wait for the token
         if num_pending and (request.num_tokens_left <= 0 or limits.drafts or has_stages):
             num_tokens = 0
         if bounds is not None:

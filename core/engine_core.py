@@ -371,8 +371,7 @@ class EngineCore:
         self.host.deliver(self.take_rows())
 
     def _process_model_outputs(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
-        if step.prefills:
-            step.execute_time = self.records.execute_time(step)
+        step.execute_time = self.records.execute_time(step)
         self.scheduler.update_from_output(step, output, self.rows)
         self.records.end(step, self.rows.now, self.scheduler.counters)
         if self._log_steps:

@@ -86,7 +86,7 @@ class StepRecords:
                 step.output.step,
                 start_time,
                 scheduled_time - start_time,
-                executed_time - self.execute_time(step),
+                executed_time - step.execute_time,
                 time.monotonic() - executed_time,
                 num_prefill,
                 num_decode,

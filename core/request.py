@@ -174,9 +174,7 @@ class Request:
         self.eos_token_ids = message.eos_token_ids
         self.cache_salt = message.cache_salt
         self.grammar_s = None if message.structured_outputs is None else 0.0
-        self._set_ends(message.params, max_model_len)
-
-    def _set_ends(self, params: SamplingParams | PoolingParams, max_model_len: int) -> None:
+        params = message.params
         if isinstance(params, PoolingParams):
             self.reads_prefix_cache = not params.skip_reading_prefix_cache
             return

@@ -156,8 +156,8 @@ class KVCacheManager:
         return self.offload.count(request, request.block_hashes[len(blocks[0]) : end])
 
     def load(self, request: Request, first: int, count: int) -> bool:
-        """Loads `count` blocks of a request that has begun, from its block `first` on. Returns False
-        if not all of them could be loaded; the request has not begun then.
+        """Loads `count` blocks of a request that has begun, from its block `first` on. Returns
+        False if not all of them could be loaded; the request has not begun then.
         """
         assert self.offload is not None
         blocks = self._tables[request.request_id][0][first : first + count]

@@ -51,7 +51,7 @@ class ScheduledStep:
     # observation.py writes it
     scheduling: tuple[float, float, int] = (0.0, 0.0, 0)
     stopped_by: str = ""  # why the head of the queue waits: see admit_waiting, or "preemption"
-    execute_time: float = 0.0  # its execution began; only for steps with prefills
+    execute_time: float = 0.0  # when its execution began; set when it has run
 
 
 def most_samples(state: SchedulerState, num_requests: int) -> int:

@@ -357,12 +357,14 @@ class EngineCore:
             self.records.begin(step, start_time, self.scheduler.counters)
             if recorder is not None:
                 recorder.scheduled(step)
-            if step.prefills and self.host.deliver is not None and self.rows.holds_any:
+            if step.prefills and self.rows.paces:
                 self._deliver_before(step)
         return step
 
     def _deliver_before(self, step: ScheduledStep) -> None:
         """Sends rows of earlier steps that would wait too long for those of this one."""
+        if not self.rows.holds_any or self.host.deliver is None:
+            return
         if self.records.expected_s(step.output.total_num_scheduled_tokens) > MAX_GAP_S:
             self._deliver()
 

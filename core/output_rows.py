@@ -251,19 +251,19 @@ class OutputRows:
         self.now = 0.0  # when the model last ran; see stamp
         # since rows were last taken
         self._by_client: defaultdict[int, ClientRows] = defaultdict(ClientRows)
-        self._paces: dict[int, Pace] = {}  # of the clients that requested one
+        self.paces: dict[int, Pace] = {}  # of the clients that requested one
 
     def __bool__(self) -> bool:
-        return bool(self._by_client) or self.holds_any
+        return bool(self._by_client or (self.paces and self.holds_any))
 
     @property
     def holds_any(self) -> bool:
         """Whether rows of earlier steps wait for those of the next."""
-        return any(self._paces.values())
+        return any(self.paces.values())
 
     def pace(self, client_index: int, rows_per_s: int) -> None:
         """Sets a client's pace; see PaceOutputs."""
-        self._paces.setdefault(client_index, Pace(rows_per_s)).change(rows_per_s)
+        self.paces.setdefault(client_index, Pace(rows_per_s)).change(rows_per_s)
 
     def stamp(self) -> None:
         """Records when the model ran, for its rows. The clock is read once per step."""
@@ -275,7 +275,7 @@ class OutputRows:
     def drop(self, client_index: int) -> None:
         """The client is gone: discards its rows."""
         self._by_client.pop(client_index, None)
-        self._paces.pop(client_index, None)
+        self.paces.pop(client_index, None)
 
     def take(
         self, stats: SchedulerStats | None, *, everything: bool = True
@@ -286,7 +286,7 @@ class OutputRows:
         """
         by_client, self._by_client = self._by_client, defaultdict(ClientRows)
         now, self.now = self.now or time.monotonic(), 0.0
-        if self._paces:
+        if self.paces:
             self._keep_pace(by_client, now, everything=everything)
         return {
             client_index: EngineCoreOutputs(
@@ -301,7 +301,7 @@ class OutputRows:
 
     def _keep_pace(self, by_client: dict[int, ClientRows], now: float, *, everything: bool) -> None:
         """Replaces the new rows of clients with a pace by those that are due."""
-        for client_index, pace in self._paces.items():
+        for client_index, pace in self.paces.items():
             if client_index in by_client or (everything and pace):
                 rows = by_client.pop(client_index, None) or ClientRows()
                 due = pace.take(rows, now, everything=everything)

@@ -167,14 +167,13 @@ class Request:
 
     def __post_init__(self, message: EngineCoreRequest, max_model_len: int) -> None:
         self.request_id = message.request_id
-        self.params = message.params
+        self.params = params = message.params
         self.token_ids = message.prompt_token_ids + message.resume_tokens
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.num_resumed_tokens = self.report_index = len(message.resume_tokens)
         self.eos_token_ids = message.eos_token_ids
         self.cache_salt = message.cache_salt
         self.grammar_s = None if message.structured_outputs is None else 0.0
-        params = message.params
         if isinstance(params, PoolingParams):
             self.reads_prefix_cache = not params.skip_reading_prefix_cache
             return

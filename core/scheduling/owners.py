@@ -41,7 +41,7 @@ class WaitingQueue:
         """`max_debt`: an owner that begins to wait is at most this many tokens behind the others,
         however many it has received while no other owner waited.
         """
-        self.owners: dict[tuple[int, str], RequestOwner] = {}
+        self.owners: dict[tuple[int, str], RequestOwner] = {}  # with unfinished requests
         self._max_debt = max_debt
         self._last_started = RequestOwner()
         self._num_waiting = 0
@@ -51,11 +51,6 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Request]:
         return heapq.merge(*(owner.waiting for owner in self.owners.values()), key=_by_key)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several owners have unfinished requests."""
-        return len(self.owners) > 1
 
     # ------------------------------------------------------------ owners
 

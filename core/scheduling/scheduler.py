@@ -83,7 +83,7 @@ class Scheduler(SchedulerState):
         Counts what it schedules as computed, because steps may overlap.
         """
         made_room, shares = [], None
-        if self.waiting.is_shared:
+        if len(self.waiting.owners) > 1:
             made_room, shares = preempt_for_others(self), divide_budget(self)
         step = begin_step(self, self._freed_slots, self._blocks_to_swap_out)
         budget, preempted = schedule_running(self, step, shares)

@@ -28,7 +28,7 @@ def divide_budget(state: SchedulerState) -> dict[RequestOwner, int] | None:
     Shares are max-min fair: what an owner does not want is divided among the others.
     """
     queue, budget = state.waiting, state.limits.max_num_batched_tokens
-    if not (queue.is_shared and state.limits.enable_chunked_prefill):
+    if len(queue.owners) < 2 or not state.limits.enable_chunked_prefill:
         return None
     wanted: dict[RequestOwner, int] = dict.fromkeys(queue.owners.values(), 0)
     for request in state.running:

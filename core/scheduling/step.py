@@ -241,10 +241,7 @@ def admit_waiting(
     passed: dict[RequestOwner, int] = {}  # requests that wait for a sibling or an adapter
     manager, limits, reason = state.kv_cache_manager, state.limits, ""
     num_reserved: int | None = None
-    num_samples_left = sys.maxsize
-    if limits.num_stages > 1:
-        num_samples_left = most_samples(state, len(state.running) + len(state.waiting))
-        num_samples_left -= sum(map(bool, step.num_expected))
+    num_samples_left = _num_samples_left(state, step) if limits.num_stages > 1 else sys.maxsize
     while (request := state.waiting.next(passed)) is not None:
         if budget <= 0 or not state.free_slots:
             return "budget" if budget <= 0 else "slots"
@@ -281,6 +278,12 @@ def admit_waiting(
         num_samples_left -= is_whole
         num_reserved += num_missing_blocks(manager.layout, request)
     return reason
+
+
+def _num_samples_left(state: SchedulerState, step: ScheduledStep) -> int:
+    """Where the model has stages: how many waiting requests may sample a token in this step."""
+    num_samples = most_samples(state, len(state.running) + len(state.waiting))
+    return num_samples - sum(map(bool, step.num_expected))
 
 
 def admit_with_adapters(

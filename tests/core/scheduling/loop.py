@@ -56,7 +56,8 @@ class Loop:
         if step is None:
             return {}
         preempted = self.scheduler.counters.num_preemptions > num_preemptions
-        is_shared = self.scheduler.waiting.is_shared  # then one is preempted for another's owner
+        # with several owners, a request may be preempted for that of another owner
+        is_shared = len(self.scheduler.waiting.owners) > 1
         assert is_shared or not (preempted and step.output.new_requests), "preempted and admitted"
         self.scheduler.update_from_output(step, self.executor.execute_model(step.output), self.rows)
         self.scheduler.check_integrity()

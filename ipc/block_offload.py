@@ -11,7 +11,7 @@ from typing import Protocol
 
 class BlockOffload(Protocol):
     """Keeps blocks of the KV cache that the cache has no room for, by names of 32 bytes. Blocks
-    with the same name are equal, whoever has computed them.
+    with the same name are equal, regardless of which engine computed them.
 
     Called between two steps, and while no step is in flight. What it keeps may leave at any time,
     and may be there from an earlier engine, or come from another one.
@@ -38,14 +38,14 @@ class BlockOffload(Protocol):
         ...
 
     def load(self, blocks: Sequence[tuple[int, bytes]]) -> int:
-        """Fills blocks of the cache (block id, name), up to the first that cannot be had; returns
-        their number. What the other blocks hold is not defined.
+        """Fills blocks of the cache (block id, name), up to the first that cannot be loaded;
+        returns their number. What the other blocks hold is not defined.
         """
         ...
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """The names that have come and gone since the last call; the first time, all. Empty
-        without kv_events_config.
+        """The names that were added and removed since the last call; all of them the first
+        time. Empty without kv_events_config.
         """
         ...
 

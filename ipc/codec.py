@@ -154,10 +154,8 @@ class Codec:
 
 def make_codec(received: Any, max_message_bytes: int) -> Codec:
     """received: the type of the messages that this end decodes."""
-    encoder, decoder = (
-        MessageEncoder(max_message_bytes),
-        MessageDecoder(received, max_message_bytes),
-    )
+    encoder = MessageEncoder(max_message_bytes)
+    decoder = MessageDecoder(received, max_message_bytes)
     return Codec(max_message_bytes, encoder.encode, decoder.decode)
 
 

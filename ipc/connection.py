@@ -38,8 +38,8 @@ from .sockets import (
     make_wire,
 )
 
-# Of this process for an engine: sockets, what ZMQ makes for them, and the child's pipes. Without
-# one of its own, ZMQ ends the process.
+# Descriptors that an engine takes in this process: its sockets, what ZMQ opens for them, and the
+# child's pipes. ZMQ ends the process when it cannot open one.
 NUM_DESCRIPTORS = 24
 
 

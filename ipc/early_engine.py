@@ -26,7 +26,7 @@ def early_engine(engine: str, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Starts the process; the first `open_connection` inside takes it, and the end of the context
     ends a process that was not taken.
 
-    engine: as of `open_connection`. arguments: the engine's, by name, those that were given. Does
+    engine: see `open_connection`. arguments: the engine's, by name, those that were given. Does
     nothing if they ask for another kind of engine or process, which must not import early.
     """
     global _waiting

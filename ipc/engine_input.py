@@ -56,8 +56,8 @@ from .sockets import Wire, connect_dealer, has_message, ipc_path, receive
 
 # consecutive messages of one client before signals and other clients are handled
 MAX_READS = 256
-# of a client: a pidfd, its connection, and of each of two sockets the connection and what wakes
-# its thread
+# a pidfd, the client's connection, and two for each of its two sockets: the connection, and what
+# wakes its thread
 DESCRIPTORS_PER_CLIENT = 6
 ENDED = "the input thread has ended"
 RELEASED = "the engine needed the descriptors of a client that was idle"
@@ -195,7 +195,7 @@ class EngineInput:
     def serve_listener(self, listener: socket.socket, address: str, token: bytes | None) -> None:
         """Serves any number of clients, numbered as they attach.
 
-        listener, token: as of ipc/listener.py.
+        listener, token: see ipc/listener.py.
         """
         self._listener, self._token = listener, token
         self._listener_file = SocketFile(ipc_path(address))
@@ -222,7 +222,7 @@ class EngineInput:
             self._thread.join()
 
     def close_connections(self) -> None:
-        """Tells the clients that this engine is gone, after `close` and their last outputs."""
+        """Shows the clients that this engine has ended, after `close` and their last outputs."""
         for connection in self._served:
             connection.close()
         self._served.clear()
@@ -325,7 +325,7 @@ class EngineInput:
         while self._listener is not None:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # nobody is left, or has gone again
+            except OSError:  # no program waits, or it has left again
                 return
             if len(self._pending) == MAX_PENDING:
                 self._drop_pending(next(iter(self._pending)))
@@ -334,7 +334,7 @@ class EngineInput:
             self._watch(connection.fileno(), partial(self._on_pending, connection))
 
     def _on_pending(self, connection: socket.socket) -> None:
-        """Serves the program or tells it why not. Nothing that it sends affects other clients."""
+        """Serves the program or answers why not. Nothing that it sends affects other clients."""
         is_served = False
         self._unwatch(connection.fileno())
         del self._pending[connection]
@@ -360,9 +360,8 @@ class EngineInput:
         return True
 
     def idle_clients(self, idle_s: float) -> list[int]:
-        """Those of a daemon that have sent nothing for so long, the longest first.
-
-        For `call`, as `admit`.
+        """Indices of a daemon's clients that have sent nothing for `idle_s` seconds, the longest
+        idle first. Run it with `call`, as `admit`.
         """
         until = time.monotonic() - idle_s
         idle = [(client.heard_at, index) for index, client in self._clients.items()]

@@ -23,7 +23,7 @@ from .process import engine_command, readable
 from .sockets import ipc_path, receive
 from .threads import in_thread
 
-LAST_WORDS_S = 0.1  # how long a dead engine's last messages may take to arrive
+LAST_MESSAGES_S = 0.1  # how long a dead engine's last messages may take to arrive
 HELLO_TIMEOUT_S = 10.0  # for a daemon, whose input thread answers at once
 
 Report = Callable[[str, float], None]
@@ -108,7 +108,7 @@ async def _receive(connection: Connection, source: zmq.Socket, deadline: float, 
         while (message := _take(connection, source)) is None:
             if not is_dead and readable(connection.pidfd, timeout_s=0):
                 is_dead = True
-                deadline = time.monotonic() + LAST_WORDS_S
+                deadline = time.monotonic() + LAST_MESSAGES_S
                 loop.remove_reader(connection.pidfd)
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):

@@ -1,5 +1,5 @@
-"""The way of messages between a frontend and an engine in another process, while steps are traced:
-when each end encoded and decoded them.
+"""When each end encoded and decoded the messages between a frontend and an engine in another
+process, while steps are traced.
 
 Must not know: sockets, what a message asks for, what is shown of a trace.
 
@@ -21,7 +21,7 @@ from .codec import Codec
 from .messages import EngineCoreOutputs, EngineCoreRequest
 from .trace import Coded, Hop
 
-MAX_CODED = 4096  # of each end and direction; the oldest give way
+MAX_CODED = 4096  # of each end and direction; the oldest are dropped
 
 
 class MessageTimer:

@@ -26,7 +26,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_list(path: Path) -> list[Any]:
-    """The same of a file that holds a list."""
+    """As `read_json`, for a file that holds a list."""
     return _read(path, list)
 
 
@@ -56,8 +56,8 @@ def read_json_if_exists(path: Path) -> dict[str, Any]:
 
 
 def check_regular_file(path: Path) -> None:
-    """Raises ModelLoadError for a file that is missing, or is none: to open a pipe would block.
-    Also for the pointer that Git leaves in the place of a file where its extension LFS is missing.
+    """Raises ModelLoadError for a file that is missing or not regular (opening a pipe would block),
+    and for the pointer that Git leaves in place of a file where its extension LFS is missing.
     """
     try:
         is_regular, exists = path.is_file(), path.exists()

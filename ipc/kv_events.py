@@ -1,4 +1,5 @@
-"""What routers are told of the KV cache: the messages, and how an engine is asked to send them.
+"""The messages from which routers learn what the KV cache holds, and the settings that ask an
+engine to send them.
 
 Must not know: sockets, requests, block tables.
 
@@ -29,7 +30,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # None: zmq with enable_kv_cache_events, else null
     publisher: Literal["zmq", "null"] | None = None
     # tcp://*:PORT, tcp://[::]:PORT and ipc://PATH are bound; tcp://HOST:PORT is connected to. With
-    # several engines, the engine's index is added to the port.
+    # more than one engine, the engine's index is added to the port.
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None  # always bound
     buffer_steps: Annotated[int, Meta(ge=0)] = 10_000  # batches that can be replayed
@@ -63,7 +64,7 @@ class BlockStored(KVCacheEvent, frozen=True):
     lora_name: str | None
     # for each block what else its hash includes: the adapter, and the cache_salt of the first block
     extra_keys: list[tuple[str, ...] | None] | None = None
-    # with several groups of layers
+    # where layers form more than one group
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None

@@ -154,7 +154,7 @@ def release_reason(connection: socket.socket) -> str | None:
 
 
 class Refusal(Exception):
-    """The sentence for a program that is not served."""
+    """A program is not served; the text, which is sent to it, says why."""
 
 
 class BadAttachError(Exception):

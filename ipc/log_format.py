@@ -1,11 +1,11 @@
-"""How a process of ours writes its log: as text or as JSON, on stderr; what cannot be written is
+"""How Quire's processes write their log: as text or as JSON, on stderr. What cannot be written is
 lost.
 
 Must not know: who logs what.
 
 A record may carry `fields`, a dict (extra={"fields": ...}). Text leaves them out, since the message
-says the same; in JSON each is a key of its own. Where a server has several models, a record also
-names the one that it is about.
+says the same; in JSON each is a key of its own. Where a server has more than one model, a
+record also names the one that it is about.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(about)s%(message)s"
 FORMATS = ("text", "json")
-# of the several models of a server, the one that a task works for
+# the model that a task works for, where a server has more than one
 _model: ContextVar[str] = ContextVar("quire_log_model", default="")
 
 
@@ -45,7 +45,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class ModelFilter(logging.Filter):
-    """Adds the model to records. `model`: of all records of this process; "" if tasks say it."""
+    """Adds the model to records. `model`: of all records; "": each task names one."""
 
     def __init__(self, model: str):
         super().__init__()
@@ -93,16 +93,16 @@ def make_stderr_lossy() -> None:
 
 
 def configure_logging(level: int, log_format: str, model: str = "") -> None:
-    """For a process that must go on whatever becomes of its log: makes stderr lossy. Does nothing
-    else where the root logger has handlers already. `log_format`: one of FORMATS. `model`: that
-    all lines are about, if a server has several.
+    """Configures the log of a process that must not fail with it: makes stderr lossy, and adds a
+    handler unless the root logger has one. `log_format`: one of FORMATS. `model`: the one that all
+    lines are about, or "".
     """
     make_stderr_lossy()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT))
     handler.addFilter(ModelFilter(model))
     if not logging.getLogger().handlers:
-        # below INFO libraries tell of themselves only
+        # below INFO, libraries only report on themselves
         logging.basicConfig(level=max(level, logging.INFO), handlers=[handler])
         logging.getLogger("quire").setLevel(level)
 
@@ -113,13 +113,13 @@ def log_level_of(name: str) -> int:
 
 
 def current_format() -> str:
-    """What this process writes, for a child that shall write the same."""
+    """The format that this process writes, for a child that is to write the same."""
     handlers = logging.getLogger().handlers
     return "json" if any(isinstance(h.formatter, JsonFormatter) for h in handlers) else "text"
 
 
 def name_model(model: str) -> None:
-    """From here on the lines of this task, and of tasks and processes that it starts, name it."""
+    """From now on, the lines of this task and of what it starts name the model."""
     _model.set(model)
 
 

@@ -44,7 +44,7 @@ def numa_cores(root: Path = Path("/")) -> list[list[int]]:
         cores = [core for core in read_cores(_read(path) or "") if core in allowed]
         if cores:
             nodes.append(sorted(cores, key=lambda core: (_siblings(core, root)[:1], core)))
-    if sum(map(len, nodes)) != len(allowed):  # the system does not tell
+    if sum(map(len, nodes)) != len(allowed):  # the system does not say
         return [sorted(allowed)]
     return nodes
 
@@ -92,9 +92,8 @@ def visible_gpus(rank: int, number: int, visible: str | None) -> str:
 
 
 def cgroup_cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPU quota of this process's cgroups in cores (v2 cpu.max, v1 cpu.cfs_*), the smallest;
-    None: no
-    limit.
+    """The smallest CPU quota of this process's cgroups in cores (v2 cpu.max, v1 cpu.cfs_*); None:
+    there is no limit.
     """
     quotas = []
     for directory in _cgroup_directories(root, "cpu"):
@@ -102,19 +101,16 @@ def cgroup_cpu_quota(root: Path = Path("/")) -> float | None:
         if limit is not None:
             limit, _, period = limit.partition(" ")
         else:
-            limit, period = (
-                _read(directory / "cpu.cfs_quota_us"),
-                _read(directory / "cpu.cfs_period_us"),
-            )
+            limit = _read(directory / "cpu.cfs_quota_us")
+            period = _read(directory / "cpu.cfs_period_us")
         if limit not in (None, "max", "-1") and period:
             quotas.append(int(limit) / int(period))
     return min(quotas, default=None)
 
 
 def cgroup_free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes left under the smallest memory limit of this process's cgroups, with page cache
-    counted as
-    free; None: no limit.
+    """Bytes left under the smallest memory limit of this process's cgroups, where page cache counts
+    as free; None: there is no limit.
     """
     free = []
     for directory in _cgroup_directories(root, "memory"):
@@ -133,7 +129,7 @@ def cgroup_free_memory(root: Path = Path("/")) -> int | None:
 
 
 def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
-    """The smallest memory limit of this process's cgroups in bytes; None: no limit."""
+    """The smallest memory limit of this process's cgroups in bytes; None: there is no limit."""
     names = ("memory.max", "memory.limit_in_bytes")
     found = (_read(d / name) for d in _cgroup_directories(root, "memory") for name in names)
     return min((int(limit) for limit in found if limit not in (None, "max")), default=None)

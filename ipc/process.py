@@ -197,7 +197,7 @@ class ChildProcess:
         )
 
     def reap(self) -> None:
-        """Of a dead child."""
+        """Reaps a dead child."""
         self._popen.wait()
 
     def send_signal(self, number: signal.Signals) -> None:

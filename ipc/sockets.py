@@ -4,8 +4,8 @@ Must not know: messages, processes, or who is at the other end.
 
 A client's two sockets have a random name and no file, so nothing of them can outlive their process.
 Every user may connect to such a name. What protects them is CURVE: the client's ends are CURVE
-servers with a new key pair each time, and only the engine is told the public key. Without it a peer
-cannot complete the handshake.
+servers with a new key pair each time, and only the engine receives the public key. Without it a
+peer cannot complete the handshake.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEY_BYTES = 40  # of a key as ZMQ writes it (Z85)
 # Messages that may wait on each side of an output connection; after that the engine's PUSH returns
 # EAGAIN and ipc/engine_output.py counts.
 OUTPUT_HIGH_WATER_MARK = 1000
-# Of a daemon, which has two for each client. ZMQ's default is 1023.
+# A daemon has two sockets for each client. ZMQ's default is 1023.
 MAX_DAEMON_SOCKETS = 65_536
 # How long closing a socket waits for its last messages (Detach, EngineDead, the last outputs), in
 # milliseconds.
@@ -211,7 +211,7 @@ def _make_client(context: zmq.Context, kind: int, wire: Wire, max_message_bytes:
 
 
 def has_message(source: zmq.Socket) -> bool:
-    """Whether `receive` would return one. To ask is cheaper than to be told by an exception."""
+    """Whether `receive` would return a message. Asking costs less than an exception."""
     return bool(int(source.get(zmq.EVENTS)) & POLLIN)
 
 
@@ -228,7 +228,7 @@ def receive(source: zmq.Socket) -> list[zmq.Frame] | None:
 
 # ---------------------------------------------------------------- between machines
 
-# A peer whose machine is gone without a word counts as gone after so many milliseconds.
+# milliseconds after which a peer that sends nothing counts as gone
 PEER_TIMEOUT_MS = 5000
 
 
@@ -236,7 +236,7 @@ def bind_network(
     context: zmq.Context, kind: int, secret_key: bytes, host: str
 ) -> tuple[zmq.Socket, str]:
     """A PUSH or PULL of the engine for one rank, and its address: a free port of `host`, which is
-    an IP address of this machine. Only who knows the public key can connect.
+    an IP address of this machine. Only a peer that knows the public key can connect.
     """
     made = _for_network(_make_server(context, kind, secret_key, -1), host)
     made.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")

@@ -1,4 +1,4 @@
-"""What a service tells systemd: that it is ready, and that it works (sd_notify).
+"""Reports to systemd that a service is ready, and that it works (sd_notify).
 
 Must not know: what the service does.
 """

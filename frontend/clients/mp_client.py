@@ -24,7 +24,7 @@ from ...ipc import messages as m
 from ...ipc.config import EngineConfig
 from ...ipc.connection import Connection
 from ...ipc.errors import EngineDeadError
-from ...ipc.handshake import LAST_WORDS_S, Report, open_connection, report_nothing
+from ...ipc.handshake import LAST_MESSAGES_S, Report, open_connection, report_nothing
 from ...ipc.hops import MessageTimer
 from ...ipc.process import STACKS_SIGNAL, readable
 from ...ipc.sockets import has_message, receive
@@ -187,7 +187,7 @@ class MPClient(EngineClient):
         try:
             self._connection.send(message)
         except zmq.ZMQError as error:  # no peer: the engine has died or closed the connection
-            if zmq.select([self._connection.pidfd], [], [], LAST_WORDS_S)[0]:
+            if zmq.select([self._connection.pidfd], [], [], LAST_MESSAGES_S)[0]:
                 self._on_death()
             else:
                 self._fail_waiters(f"the connection to the engine is lost ({error})")
@@ -249,7 +249,7 @@ class MPClient(EngineClient):
             self.was_released = True
             return self._fail_waiters(cause)
         is_silent = self._connection.reap() is not None  # a signal leaves no time for words
-        deadline = time.monotonic() + (ARRIVAL_S if is_silent else LAST_WORDS_S)
+        deadline = time.monotonic() + (ARRIVAL_S if is_silent else LAST_MESSAGES_S)
         while self._last_words is None and self._connection.pull.poll(
             max(0, int((deadline - time.monotonic()) * 1000))
         ):

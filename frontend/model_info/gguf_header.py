@@ -73,7 +73,7 @@ def _fetch(
             source.receive(str(chosen.with_name(part)), folder / part, 0, num_bytes)
         try:
             file = read_gguf(folder / parts[0])
-            # a header that is cut may be taken for another one
+            # a truncated header may read as another one
             if all(min(_offsets(file, path), default=0) <= num_bytes for path in file.paths):
                 break
         except ModelLoadError:

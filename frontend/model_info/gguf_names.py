@@ -197,7 +197,10 @@ def find_cached(wanted: HubFile, revision: str | None, download_dir: str | None)
     return find_file(snapshot / choose(names, wanted)) if names else None
 
 
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def reason_of(error: Exception) -> str:
     """The first line of an error of the hub client."""
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return first.removeprefix("Got: ")  # so it begins where it names another error
+    return first_line(error).removeprefix("Got: ")  # so it begins where it names another error

@@ -23,7 +23,7 @@ import msgspec
 from ...ipc.errors import ModelLoadError, QuireError
 from ...ipc.models.gguf import part_names
 from . import gguf_names
-from .gguf_names import BESIDE, HubFile
+from .gguf_names import BESIDE, HubFile, first_line
 from .model_files import (
     CONFIG_PATTERNS,
     NOT_NEEDED,
@@ -310,7 +310,7 @@ def explained(model: str, repository: str, revision: str | None) -> Iterator[Non
     except errors.RevisionNotFoundError:
         raise ModelLoadError(f"{place} has no revision {revision!r}") from None
     except errors.HFValidationError as error:
-        raise ModelLoadError(f"{place} is not a name on the hub: {_first_line(error)}") from None
+        raise ModelLoadError(f"{place} is not a name on the hub: {first_line(error)}") from None
     except errors.OfflineModeIsEnabled:
         raise DownloadError(
             f"{place}: the hub is not asked, because HF_HUB_OFFLINE is set"
@@ -319,11 +319,7 @@ def explained(model: str, repository: str, revision: str | None) -> Iterator[Non
         raise
     except OSError as error:
         if isinstance(error, errors.HfHubHTTPError) or error.errno is None:
-            raise DownloadError(f"{place}: the hub answered: {_first_line(error)}") from None
+            raise DownloadError(f"{place}: the hub answered: {first_line(error)}") from None
         raise  # the disk
     except Exception as error:  # of the client's HTTP library
-        raise DownloadError(f"{place}: the hub cannot be reached: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DownloadError(f"{place}: the hub cannot be reached: {first_line(error)}") from None

@@ -36,8 +36,8 @@ class Architecture:
 
     A bias of None follows config.json (attention_bias). `defaults` are transformers', for keys that
     config.json lacks. `constants` are fields of DecoderConfig that no key determines.
-    `qk_norm_whole`: q and k are normed before they are cut into heads. `is_merged`: the checkpoint
-    has q, k and v in one tensor, and gate and up.
+    `qk_norm_whole`: q and k are normed before they are split into heads. `is_merged`: the
+    checkpoint has q, k and v in one tensor, and gate and up.
     """
 
     model_type: str

@@ -23,6 +23,8 @@ from .ranks import num_steps_in_flight
 
 MAX_BURST = 8  # most passes of the model in one step for num_scheduler_steps=0
 MAX_DRAFTING_BURST = 32  # most tokens of a request in several passes that verify drafts
+# A set of layers that is at most this much larger than the smallest is padded, not split.
+MOST_PADDING = 1.25
 
 
 def lookahead_of(num_passes: int, tokens_per_pass: int) -> int:
@@ -32,10 +34,6 @@ def lookahead_of(num_passes: int, tokens_per_pass: int) -> int:
     if num_passes > 1 and tokens_per_pass > 1:
         return max(tokens_per_pass, min(MAX_DRAFTING_BURST, num_passes * tokens_per_pass)) - 1
     return num_passes * tokens_per_pass - 1
-
-
-# A set of layers that is at most this much larger than the smallest is padded, not split.
-MOST_PADDING = 1.25
 
 
 class LayerGroups(NamedTuple):

@@ -55,7 +55,7 @@ class LoraConfig:
     use_rslora: bool = False
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
-    target_modules: tuple[str, ...] = ()  # empty: the tensors alone tell
+    target_modules: tuple[str, ...] = ()  # empty: any that has tensors
     layers_to_transform: tuple[int, ...] | None = None
 
     def rank(self, module: str) -> int:

@@ -17,8 +17,6 @@ logger = logging.getLogger(__name__)
 # of the memory that is free after loading the weights; activations and other programs use the rest
 CPU_MEMORY_FRACTION = 0.4
 SWAP_MEMORY_FRACTION = 0.25  # of the memory that is free then; upper bound of swap_space
-
-
 QUANTIZATION_BITS = {"int8": 8, "int4": 4}  # per weight
 # of a quantized model's head, which may also be the embedding's table: 4 bits lose too much
 HEAD_BITS = 8
@@ -126,10 +124,9 @@ def plan_num_blocks(
         raise NotEnoughMemoryError(
             origin,
             f"one sequence of max_model_len={max_model_len} tokens needs {needed} KV-cache blocks "
-            f"({needed * block_bytes} bytes), "
-            f"there is room for {num_blocks} ({num_blocks * block_bytes} bytes), that is {fitting} "
-            f"tokens; "
-            f"give more memory through kv_cache_memory_bytes{or_shorter}",
+            f"({needed * block_bytes} bytes), there is room for {num_blocks} "
+            f"({num_blocks * block_bytes} bytes), that is {fitting} tokens; give more memory "
+            f"through kv_cache_memory_bytes{or_shorter}",
         )
     return num_blocks
 

@@ -74,7 +74,7 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     prompts: dict[str, str] = {}  # texts to put in front, by name
     default_prompt_name: str | None = None
     similarity: str = "cosine"  # or "dot"
-    max_seq_length: int | None = None  # longer texts are cut; None: they are refused
+    max_seq_length: int | None = None  # longer texts are truncated; None: they are refused
     do_lower_case: bool = False
 
     @property

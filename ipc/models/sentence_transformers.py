@@ -162,7 +162,7 @@ def activation_named(name: Any, where: str) -> str:
 
 
 def _read_texts(directory: Path) -> dict[str, Any]:
-    """Prompts, similarity, and how texts are cut and written."""
+    """Prompts, similarity, and how texts are truncated and written."""
     path = directory / "config_sentence_transformers.json"
     config = read_json_if_exists(path)
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
@@ -202,7 +202,7 @@ def longest_of_tokenizer(directory: Path) -> int | None:
 
 
 def read_matryoshka(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The lengths that embeddings may be cut to, from config.json."""
+    """The lengths that embeddings may be shortened to, from config.json."""
     allowed = hf_config.get("matryoshka_dimensions") or []
     if not isinstance(allowed, list) or not all(type(n) is int and n > 0 for n in allowed):
         raise ModelLoadError(

@@ -23,8 +23,6 @@ _STACKS = {
     "w2": (_DOWN, False),
 }
 _RENAMED = (".block_sparse_moe.", ".mlp.")  # Mixtral's, in the form with stacked experts
-
-
 # What stands behind the name of a tensor of experts in MXFP4: numbers [experts, rows, groups, 16],
 # two of a group's 32 in a byte, and exponents [experts, rows, groups].
 MXFP4_NUMBERS, MXFP4_SCALES, MXFP4_GROUP = "_blocks", "_scales", 32

@@ -8,7 +8,8 @@ time, each when the one before has a new token, those first that had none. After
 often comes from outside, they are submitted together, which is faster. If the engine dies again,
 only requests that were in flight at both deaths, and made no progress in between, are suspects. One
 that had no token since is tried alone; several with a few tokens are divided into halves. A suspect
-that was alone in the engine when it died is the cause.
+that was alone in the engine when it died is the cause. The only suspect beside other requests is
+tried alone first: it may only be the one that was submitted last.
 
 Requests with a grammar come last: an engine may check it first, in a process that it starts, and
 other requests do not wait for this. While its grammar is checked a request is no suspect; the
@@ -29,7 +30,7 @@ from ..clients.journal import Entry
 PROBATION_TOKENS = 32
 
 # The deaths in a row that a request must have seen to be the cause; and how often it must have been
-# the only suspect, if SIGKILL ended the engine.
+# alone in the engine, if SIGKILL ended the engine.
 NUM_DEATHS, NUM_ALONE_IF_KILLED = 2, 3
 
 MAX_NEW_FIRST = 8  # requests without a token that are submitted before those with tokens
@@ -40,7 +41,7 @@ class Suspect:
     """A request that was in flight when an engine died."""
 
     num_deaths: int  # in a row, without progress in between
-    num_alone: int  # of these, the last ones, at which no other request was a suspect
+    num_alone: int  # of these, those at which no other request was in the engine
     num_tokens: int  # when it was last submitted
 
 
@@ -88,6 +89,7 @@ class Resubmission:
         idle: list[Entry] = []  # suspects that have no token since they were submitted
         active: list[Entry] = []  # other suspects
         rest: list[Entry] = []
+        num_present = 0  # requests that the engine may have computed
         for entry in entries:
             request_id, num_tokens = entry[0].request_id, len(entry[1])
             suspect = before.get(request_id)
@@ -97,15 +99,17 @@ class Resubmission:
                 rest.append(entry)
                 if suspect is None:
                     continue
-            elif suspect is None or num_tokens >= suspect.num_tokens + PROBATION_TOKENS:
-                rest.append(entry)
             else:
-                (idle if num_tokens == suspect.num_tokens else active).append(entry)
-                num_deaths, num_alone = suspect.num_deaths + 1, suspect.num_alone
+                num_present += 1
+                if suspect is None or num_tokens >= suspect.num_tokens + PROBATION_TOKENS:
+                    rest.append(entry)
+                else:
+                    (idle if num_tokens == suspect.num_tokens else active).append(entry)
+                    num_deaths, num_alone = suspect.num_deaths + 1, suspect.num_alone
             self._suspects[request_id] = Suspect(num_deaths, num_alone, num_tokens)
         self._not_computed.clear()
         culprit = None
-        if len(idle) + len(active) == 1:
+        if num_present == len(idle) + len(active) == 1:
             (alone,) = idle + active
             suspect = self._suspects[alone[0].request_id]
             suspect.num_alone += 1

@@ -122,6 +122,35 @@ def test_deaths_with_progress_in_between_end_no_request() -> None:
         assert run.convicted == []
 
 
+def test_the_only_suspect_beside_other_requests_is_tried_alone_before_it_ends() -> None:
+    """It is the one that was submitted last, and has not 32 tokens yet when another cause ends the
+    engine again.
+    """
+    run = Simulation(0, 3)
+    run.die()
+    while run.resubmission.is_active:
+        run.step()
+    for name, (_, tokens) in run.entries.items():
+        tokens += [0] * (10 if name == "r2" else 40)
+    run.die()
+    assert run.convicted == [] and run.submitted == {"r2"}
+    run.die()
+    assert run.convicted == ["r2"]
+
+
+def test_deaths_without_progress_end_no_request_that_was_never_alone() -> None:
+    for seed in range(100):
+        run, rng = Simulation(seed, 32), random.Random(seed)
+        while len(run.entries) >= 4:
+            run.die()
+            while run.resubmission.is_active:
+                run.step()
+            for _ in range(rng.randint(1, 40)):
+                run.step()
+        run.run()
+        assert run.convicted == [], seed
+
+
 def test_kills_from_outside_end_no_request_that_was_alone_twice() -> None:
     run = Simulation(0, 8, is_killed=True)
     for _ in range(4):  # at the last two, one request is alone in the engine

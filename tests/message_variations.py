@@ -56,6 +56,8 @@ def values(type_: inspect.Type) -> Iterator[Any]:
                 yield from values(item)
         case inspect.StructType():
             yield from structs(type_)
+        case inspect.Metadata():  # of a counter: how it is exposed
+            yield from values(type_.type)
         case inspect.CustomType() if type_.cls is Array:
             yield from (Array("f4", (1, 2), bytes(range(n, n + 8))) for n in (1, 2))
         case _:

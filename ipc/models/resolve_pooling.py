@@ -201,7 +201,7 @@ def _changed(pooling: Pooling, config: PoolerConfig | None) -> Pooling:
 
 
 def check_dimensions(dimensions: int, pooling: Pooling) -> None:
-    """Raises InvalidParameterError unless the model's embeddings may be shortened to `dimensions`."""
+    """Raises InvalidParameterError unless embeddings may be shortened to `dimensions`."""
     allowed, size = pooling.matryoshka_dimensions, pooling.embedding_size
     if size and dimensions > size:
         raise InvalidParameterError("dimensions", f"must be at most {size}, got {dimensions}")

@@ -273,7 +273,7 @@ class GrammarGate:
 
     @property
     def next_deadline(self) -> float | None:
-        """By time.monotonic(), of the requests that wait here."""
+        """The earliest deadline of the requests that wait here, by time.monotonic()."""
         if not self.waiting:
             return None
         return min(

@@ -305,7 +305,7 @@ class EngineCore:
         return self.take_rows(everything=step is None), step is not None
 
     def _step_overlapped(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
-        """As _step, but schedules and submits the next step before it waits for the oldest one.
+        """Does what _step does, but submits the next step before it waits for the oldest one.
 
         The model never waits for this code, nor a stage of it for another stage:
 

@@ -56,9 +56,8 @@ class LoraSlots:
 
     def __init__(self, max_loras: int):
         self.max_loras = max_loras
-        self.active: dict[
-            Adapter, None
-        ] = {}  # of running requests, in the order in which their use began
+        # of running requests, in the order in which their use began
+        self.active: dict[Adapter, None] = {}
         self.has_siblings = False  # a request was passed over that waits for a sibling
         # Nothing has changed since a pass in which all waiting requests were passed over.
         self.is_stuck = False

@@ -116,7 +116,7 @@ class StepRecords:
         return execute_s * num_tokens / max(1, num_prefill_tokens + num_decode_tokens)
 
     def last_times(self) -> tuple[float, float, float, float]:
-        """Of the last step: when its execution began, and the seconds of its schedule, execute and
+        """When the execution of the last step began, and the seconds of its schedule, execute and
         process parts.
         """
         _, start_time, schedule_s, execute_s, process_s, *_ = self._ring[-1]
@@ -128,8 +128,8 @@ class StepRecords:
         return self._ring[-1][0] if self._ring else -1
 
     def newer_than(self, since_step: int) -> list[list]:
-        """In order: [step, start_time, schedule_s, execute_s, process_s, num_prefill_tokens,
-        num_decode_tokens, num_requests, num_preemptions].
+        """The later steps in order, each as [step, start_time, schedule_s, execute_s, process_s,
+        num_prefill_tokens, num_decode_tokens, num_requests, num_preemptions].
 
         Prefill tokens are computed prompt tokens and those recomputed after a preemption; decode
         tokens are the sampled ones.

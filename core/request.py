@@ -250,7 +250,7 @@ class Request:
             self.prefill_chunks.append((step, start_time, end_time, num_tokens))
 
     def timing(self, row: int, now: float) -> RequestTiming:
-        """For row `row` of its client's outputs."""
+        """Its times, for row `row` of its client's outputs."""
         return RequestTiming(
             row,
             self.queued_time,

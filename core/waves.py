@@ -97,7 +97,7 @@ class EngineWaves:
         return not (self.is_held or self._is_full()) and self._pausing.has_requests()
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
-        """As EngineCore's step_fn: takes part in a pass of all engines, if a wave runs."""
+        """Replaces EngineCore's step: takes part in a pass of all engines, if a wave runs."""
         has_work = self.begin()
         has_step = self._step is not None
         if self.state.is_running:

@@ -127,7 +127,7 @@ class BlockPool:
         return self.num_blocks - 1 - self.num_free_blocks
 
     def free_block_ids(self) -> Iterator[int]:
-        """In the order in which they would be allocated."""
+        """The free blocks in the order in which they would be allocated."""
         for block in self.free_queue:
             if block is self._untouched:
                 yield from range(len(self.blocks), self.num_blocks)

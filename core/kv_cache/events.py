@@ -28,7 +28,7 @@ class KVEvents:
         self._layout = layout
         self._has_groups = len(layout.windows) > 1
         self._events: list[KVCacheEvent] = [AllBlocksCleared()]  # of an earlier engine
-        self._removed: list[int] = []  # of `_removed_group`
+        self._removed: list[int] = []  # blocks of `_removed_group`
         self._removed_group = 0
         self._stored_request: Request | None = None  # whose blocks follow each other
         self._stored_group, self._stored_range = 0, (0, 0)

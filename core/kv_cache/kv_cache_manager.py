@@ -447,7 +447,7 @@ class KVCacheManager:
         self.block_pool.free_blocks(reversed(blocks))
 
     def discard(self, request: Request) -> None:
-        """As `free`, for a failed request: its blocks are not trusted, so they lose their
+        """Releases the tables of a failed request. Its blocks are not trusted, so they lose their
         hashes.
         """
         for block in self._kept(self._tables.get(request.request_id, ())):

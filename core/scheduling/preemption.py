@@ -58,7 +58,8 @@ class PreemptionPolicy:
         return max(candidates, key=lambda i: (held[running[i].owner], self.order(running[i])))
 
     def order(self, request: Request) -> tuple[int, float, tuple[int, int]]:
-        """Of one owner's requests, the greatest is preempted first: in the worst priority class,
-        the request that is cheapest to bring back; among equals the last to arrive.
+        """A sort key: the greatest of one owner's requests is preempted first. That is the request
+        in the worst priority class that is cheapest to bring back, and among equals the last to
+        arrive.
         """
         return (request.key[0], -self.cost_s(request), request.key)

@@ -239,7 +239,7 @@ def write_end(
     parameter: str | None = None,
 ) -> None:
     """Writes the row of a request that ends without a token."""
-    if error is not None and parameter is None:  # the engine's, not the request's
+    if error is not None and parameter is None:  # the fault is the engine's
         logger.error("the request %s failed: %s", request.request_id, error)
     client_rows = rows.of(request.client_index)
     client_rows.add(request.request_id, request.num_output_tokens, [])

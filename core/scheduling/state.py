@@ -55,7 +55,7 @@ class StepLimits:
     num_tokens_per_pass: int  # that a row may get in a pass of the model, drafts included
     # passes of the model in a step; 0: the scheduler chooses
     num_scheduler_steps: int
-    # of the weights, by which the scheduler chooses the number of passes; 0: it takes one
+    # by the weights' bytes the scheduler chooses the number of passes; 0: it takes one
     burst_weights_bytes: int
 
     @classmethod
@@ -229,7 +229,7 @@ class SchedulerState:
 
     @property
     def next_deadline(self) -> float | None:
-        """By time.monotonic(), of the requests there are."""
+        """The earliest deadline of the requests, by time.monotonic()."""
         while self.deadlines and self.deadlines[0][1] not in self.requests:
             heapq.heappop(self.deadlines)
         return self.deadlines[0][0] if self.deadlines else None

@@ -43,7 +43,7 @@ class ScheduledStep:
     requests: list[Request] = field(default_factory=list)
     # tokens that the row samples unless it fails
     num_expected: list[int] = field(default_factory=list)
-    # of the request's tokens, after the step
+    # how many of the request's tokens are computed after the step
     num_computed: list[int] = field(default_factory=list)
     # rows that compute a prompt, or recompute a preempted request, with the number of their tokens
     prefills: list[tuple[Request, int]] = field(default_factory=list)
@@ -55,7 +55,7 @@ class ScheduledStep:
 
 
 def most_samples(state: SchedulerState, num_requests: int) -> int:
-    """Where the model has stages: how many of `num_requests` may sample a token in a step, so that
+    """How many of `num_requests` may sample a token in a step where the model has stages, so that
     the steps in flight have equally many. Requests with a pending token count, too.
     """
     limits = state.limits
@@ -281,7 +281,7 @@ def admit_waiting(
 
 
 def _num_samples_left(state: SchedulerState, step: ScheduledStep) -> int:
-    """Where the model has stages: how many waiting requests may sample a token in this step."""
+    """How many waiting requests may sample a token in this step, where the model has stages."""
     num_samples = most_samples(state, len(state.running) + len(state.waiting))
     return num_samples - sum(map(bool, step.num_expected))
 
@@ -289,7 +289,7 @@ def _num_samples_left(state: SchedulerState, step: ScheduledStep) -> int:
 def admit_with_adapters(
     state: SchedulerState, step: ScheduledStep, budget: int, made_room: Collection[Request] = ()
 ) -> str:
-    """As admit_waiting, where requests may have adapters."""
+    """Does what admit_waiting does, where requests may have adapters."""
     lora_slots = state.lora_slots
     if lora_slots.is_stuck:
         return "adapter"
@@ -347,7 +347,7 @@ def _admit(
 def _copy_partial_blocks(
     state: SchedulerState, step: ScheduledStep, start: StartPoint, block_ids: list[int]
 ) -> None:
-    """Of each group, the block that another request holds, too, and that both will fill."""
+    """Has the block of each group copied that another request holds, too, and that both fill."""
     assert start.source is not None
     num_in_group = len(block_ids) // len(start.source)
     copies = block_ids[len(start.blocks[0]) :: num_in_group]

@@ -38,7 +38,11 @@ class OwnLoop:
             coroutine.close()
             if self._loop.is_closed():
                 raise EngineDeadError(CLOSED)
-            raise EngineUsageError("this engine is in a call of this thread, which must end first")
+            raise EngineUsageError(
+                "this engine is in a call of this thread, within which a signal handler or a "
+                "callback can only abort requests or shut the engine down: make other calls when "
+                "that call has returned"
+            )
         self._task = task = self._loop.create_task(coroutine)
         if self._is_cancelled:
             task.cancel()

@@ -249,6 +249,30 @@ def test_closing_inside_a_call_of_the_same_thread(driver) -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
+@pytest.mark.parametrize("driver", ["process", "daemon"], indirect=True)
+def test_a_signal_handler_within_a_call_may_abort_and_learns_what_it_may_not(driver) -> None:
+    client, requests, refused = driver.client, long_requests(max_tokens=200), []
+
+    def handle(*_: object) -> None:
+        client.abort_requests([request.request_id for request in requests])
+        try:
+            client.call_utility("ping")
+        except EngineUsageError as error:
+            refused.append(str(error))
+
+    for request in requests:
+        client.add_request(request)
+    previous = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        assert client.call_utility("pause", "wait") is None  # until no request is left
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    [sentence] = refused
+    assert "can only abort requests or shut the engine down: make other calls when" in sentence
+    assert client.call_utility("scheduler_state")["requests"] == []
+
+
 # ---------------------------------------------------------------- the guard alone
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...ipc.config import CacheConfig, EngineConfig, config_fields, resolved
+from ...ipc.config import CacheConfig, EngineConfig, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.machine import free_memory_bytes, total_memory_bytes
 from ...ipc.models.architectures import NATIVE
@@ -285,9 +285,10 @@ def _flags_as_bfloat16(
     """The flags with which a model fits that does not in float32; empty if there are none."""
     if longest or config.model_config.dtype != "float32":
         return []
-    arguments: dict[str, Any] = {name: getattr(args, name) for name in config_fields()}
-    arguments["dtype"] = "bfloat16"
-    return make_plan(EngineArgs(**arguments), memory_bytes, {**given, "dtype": "bfloat16"}).flags
+    as_bfloat16 = {"dtype": "bfloat16"}
+    return make_plan(
+        EngineArgs(**vars(args) | as_bfloat16), memory_bytes, given | as_bfloat16
+    ).flags
 
 
 def _bytes_of_draft(config: EngineConfig) -> tuple[int, int]:
@@ -413,15 +414,13 @@ def resolve(args: EngineArgs) -> EngineConfig:
 
     Reads small files of the model only. A model in the hub cache needs no network.
     """
-    arguments = {name: getattr(args, name) for name in config_fields()}
-    directory = find_description(args)
-    arguments |= {
-        "model": str(directory),
+    described = {
+        "model": str(find_description(args)),
         "tokenizer": None,
         "generation_config": "none",
         "load_format": "dummy",
     }
-    return EngineArgs(**arguments).create_engine_config()
+    return EngineArgs(**vars(args) | described).create_engine_config()
 
 
 def _check_supported(config: EngineConfig, head_dim: int) -> None:

@@ -1,5 +1,5 @@
-"""The merges of large SentencePiece vocabularies, kept in the user's cache: to find them takes as
-long as to build the rest of a tokenizer.
+"""The merges of large SentencePiece vocabularies, kept in the user's cache: finding them takes as
+long as building the rest of a tokenizer.
 
 Must not know: GGUF files, scores, the tokenizers library.
 
@@ -52,8 +52,8 @@ class Merges(Sequence[tuple[str, str]]):
 
 
 def merges_of(pieces: Sequence[str]) -> Merges:
-    """The (left, right) of which both are pieces, for each way to cut each piece, in the order of
-    `pieces` and of the cuts.
+    """The (left, right) of which both are pieces, for each way to divide a piece in two, in the
+    order of `pieces` and of the place of division.
     """
     if len(pieces) < LEAST_PIECES:
         return find_merges(pieces)

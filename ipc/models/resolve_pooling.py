@@ -84,7 +84,7 @@ def resolve_pooling(
         pooling = msgspec.structs.replace(
             _with_size(pooling, {"hidden_size": parsed.hidden_size}),
             is_bidirectional=parsed.is_bidirectional,
-            has_token_types=getattr(parsed, "has_pair_types", False),
+            has_token_types=isinstance(parsed, EncoderConfig) and parsed.has_pair_types,
         )
     return Resolved(runner, convert, _changed(pooling, config), hf_config)
 

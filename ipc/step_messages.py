@@ -20,7 +20,7 @@ class NewRequestData(Message, frozen=True):
     token_ids: list[int]  # prompt + output so far
     num_prompt_tokens: int
     params: SamplingParams | PoolingParams
-    # of this request: min_tokens masks them, and a finished grammar requires one of them
+    # the request's own: min_tokens masks them, and a finished grammar requires one of them
     eos_token_ids: list[int] = []
     # The adapter, which the executor holds (Executor.add_lora). lora_int_id is the number that the
     # core gave this load of it.
@@ -82,9 +82,8 @@ class PreemptionCosts(Message, frozen=True):
 
 
 class SlotLogprobs(Message, frozen=True):
-    """Log-probabilities of one sampled row: token_ids i4 [num_tokens, k + 1], logprobs f4 of
-    the same
-    shape, ranks i4 [num_tokens].
+    """Log-probabilities of one sampled row: token_ids i4 [num_tokens, k + 1], logprobs f4 of the
+    same shape, ranks i4 [num_tokens].
     """
 
     slot: int
@@ -111,7 +110,7 @@ class SlotPooled(Message, frozen=True):
 
 
 class RowRefusal(Message, frozen=True):
-    """Why a request cannot go on, where one of its own parameters is the reason."""
+    """Why a request cannot continue, where one of its own parameters is the reason."""
 
     parameter: str
     problem: str
@@ -120,7 +119,7 @@ class RowRefusal(Message, frozen=True):
         return f"{self.parameter}: {self.problem}"
 
 
-# of a request; text alone where the engine failed
+# The error of a request; it is text alone where the engine failed.
 RowError = str | RowRefusal
 
 
@@ -141,8 +140,8 @@ class ModelRunnerOutput(Message, frozen=True):
     # Of an engine that drafts, parallel with slots, else empty: how many of the lookahead tokens
     # have keys and values now.
     num_ahead: list[int] = []
-    # of each draft that was verified: its tokens, and those of them that were accepted
+    # for each draft that was verified: the number of its tokens, and how many were accepted
     num_drafted: list[int] = []
     num_accepted: list[int] = []
-    # slot -> CPU seconds that its grammar has taken since they were last reported, if noticeable
+    # slot -> CPU seconds that its grammar has taken since the last report, if noticeable
     grammar_s: dict[int, float] = {}

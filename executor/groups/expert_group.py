@@ -1,5 +1,4 @@
-"""The engines that have the experts of a model between them: how they agree on a pass, and send
-each other rows.
+"""The engines that share the experts of a model: they agree on each pass, and send each other rows.
 
 Must not know: layers, models, requests, how the engines were started.
 
@@ -33,8 +32,8 @@ T = TypeVar("T")
 class ExpertGroup:
     """An engine's view of the group. Without a directory it is the only engine.
 
-    A pass outside `one_pass`, which warms up or measures, is this engine's own: rows whose experts
-    are elsewhere get zeros.
+    A pass outside `one_pass` warms up or measures, and is this engine's own: rows whose experts are
+    elsewhere get zeros.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, directory: str = "", timeout_s: float = 60.0):
@@ -60,7 +59,7 @@ class ExpertGroup:
 
     def meet(self, has_work: bool) -> bool:
         """Waits until all engines meet. Returns whether any has work: then all run a pass."""
-        return any(self._told(int(has_work)))
+        return any(self._gather_numbers(int(has_work)))
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
@@ -72,8 +71,8 @@ class ExpertGroup:
             self._is_meeting = False
 
     def run(self, step: Callable[[], T], join: Callable[[], None]) -> T:
-        """Runs a step, as one pass of all engines; `join` is one without data, for a step of whose
-        requests none could be computed.
+        """Runs a step as one pass of all engines. `join` runs a pass without data, for a step in
+        which no request could be computed.
         """
         if self.size == 1:
             return step()
@@ -95,7 +94,7 @@ class ExpertGroup:
         if not self._is_meeting:
             return x, ids, [len(x) if rank == self.rank else 0 for rank in range(self.size)]
         if not self._num_rows:
-            self._num_rows = self._told(len(x))
+            self._num_rows = self._gather_numbers(len(x))
             self.num_passes += 1
         if len(x) != self._num_rows[self.rank]:
             raise RuntimeError(
@@ -119,8 +118,8 @@ class ExpertGroup:
         out[begin : begin + len(returned)] = returned
         return out
 
-    def _told(self, number: int) -> list[int]:
-        """The numbers of all engines, of which this one's is `number`."""
+    def _gather_numbers(self, number: int) -> list[int]:
+        """The numbers of all engines; this one's is `number`."""
         return self._exchange([torch.tensor([number])] * self.size, [1] * self.size).tolist()
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[int]) -> Tensor:

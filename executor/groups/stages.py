@@ -1,5 +1,5 @@
-"""The stages that share the stack of a model: which layers each has, and what goes from one to the
-next.
+"""The stages that share the stack of a model: says which layers each has, and sends the residual
+stream from one to the next.
 
 Must not know: layers, models, steps, how the ranks were started, what carries the tensors
 (ranks/shared_links.py, ranks/torch_links.py).
@@ -30,11 +30,13 @@ class StageLinks(Protocol):
     def count(self) -> int: ...
 
     def send(self, x: Tensor) -> None:
-        """To the next stage."""
+        """Sends a tensor to the next stage."""
         ...
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Of the stage before; the receiver's own. Raises RuntimeError if it is gone."""
+        """Waits for a tensor of the stage before, which the caller owns. Raises RuntimeError if
+        that stage is gone.
+        """
         ...
 
 
@@ -52,12 +54,12 @@ class Stages:
         return layers_of_stage(self.stage, self.count, num_layers, last_more)
 
     def receive(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
-        """The residual stream [num_tokens, hidden_size] of the stage before."""
+        """Waits for the residual stream [num_tokens, hidden_size] of the stage before."""
         assert self._links is not None
         return self._links.receive((num_tokens, hidden_size), dtype)
 
     def send(self, residual: Tensor) -> None:
-        """To the next stage."""
+        """Sends the residual stream to the next stage."""
         assert self._links is not None
         self._links.send(residual)
 

@@ -1,4 +1,4 @@
-"""The ranks that share the layers of a model: which part each has, and sums and joins of what they
+"""The ranks that share the layers of a model: says which part each has, sums and joins what they
 compute.
 
 Must not know: layers, models, steps, how the ranks were started, what carries their parts
@@ -23,7 +23,7 @@ from .stages import WHOLE, Stages
 
 
 class Exchange(Protocol):
-    """How the ranks of a group have each other's parts."""
+    """Gives the ranks of a group each other's parts."""
 
     @property
     def rank(self) -> int: ...
@@ -80,8 +80,8 @@ class TensorGroup:
         return float(self.all_reduce(torch.tensor([float(not mine)]))) == 0
 
     def share(self, count: int, name: str) -> int:
-        """How many of `count` heads or rows each rank has: equally many, or one that several ranks
-        have.
+        """How many of `count` heads or rows each rank has: equally many, or one that others have
+        too.
 
         Raises InvalidParameterError, which names what is divided, where that is not possible.
         """

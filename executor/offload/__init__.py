@@ -1,3 +1,4 @@
-"""Cached KV blocks outside the KV cache: the store that keeps them, what they are valid for, and
-how they move.
+"""Keeps cached KV blocks outside the KV cache.
+
+`block_store.py` stores blocks, `kv_offload.py` says what they are valid for and moves them.
 """

@@ -1,6 +1,7 @@
-"""Blocks of bytes by name, in a file or in memory: bounded, checked, least recently used first out.
+"""Stores blocks of bytes by name, in a file or in memory. Its size is bounded, blocks have
+checksums, and the least recently used block leaves first.
 
-Must not know: torch, what a block holds, who asks for it.
+Must not know: torch, what a block holds, why it is wanted.
 
     page 0    magic, what blocks are valid for, their size and number; number of changes, clock
     log       a ring of the places that changed last
@@ -11,10 +12,10 @@ The entries are mapped. Blocks are read and written with preadv and pwritev, str
 the caller's memory: a full disk, a disk that fails and a file that was cut short are errors then,
 and no signal that ends the process.
 
-Several processes may use a file at once. Whoever reads or writes blocks holds a lock on it, which
-the system releases when its process dies. A place is free while its block is written, and a block
-counts only if its checksum is right; so it does not matter where a process or a machine stops. Each
-process finds names in a dictionary of its own, which it brings up to date from the log.
+Several processes may use a file at once. A process that reads or writes blocks holds a lock on it,
+which the system releases when the process dies. A place is free while its block is written, and a
+block counts only if its checksum is right; so it does not matter where a process or a machine
+stops. Each process finds names in a dictionary of its own, which it updates from the log.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ COUNTERS_AT = 1024  # in page 0: number of changes, clock
 LOG_ENTRIES = 4096
 ENTRY = np.dtype([("name", f"V{NAME_BYTES}"), ("checksum", "<u4"), ("spare", "<u4")])
 LOCK_TIMEOUT_S = 0.5  # another process copies a few hundred blocks in this time
-PAUSE_S = 10.0  # without the store, after the lock was not to be had
+PAUSE_S = 10.0  # without the store, after the lock could not be taken
 FREE = bytes(NAME_BYTES)
 
 Buffers = Sequence[memoryview]
@@ -112,8 +113,8 @@ class BlockStore:
         `tracks_changes`: for take_changes.
 
         A file that is damaged, or of another identity, is emptied, and one that is not this user's
-        own (ipc/own_files.py) is made again, which is logged. One with
-        another number of places keeps it. Raises StoreError, OSError.
+        own (ipc/own_files.py) is made again, which is logged. A file with another number of places
+        keeps it. Raises StoreError, OSError.
         """
         self.path = path
         self.num_corrupt = 0  # blocks that were damaged
@@ -141,7 +142,7 @@ class BlockStore:
         return self._layout.num_places
 
     def __len__(self) -> int:
-        """Blocks that are there."""
+        """The number of blocks that are there."""
         return len(self._places)
 
     @property
@@ -151,7 +152,7 @@ class BlockStore:
     # ------------------------------------------------------------ the file
 
     def _prepare(self, header: bytes) -> None:
-        """Makes the file what its header says, empty unless it is already."""
+        """Gives the file this header and its size. Unless it has them already, it is emptied."""
         size, layout = os.fstat(self._fd).st_size, self._layout
         if size:
             found = os.pread(self._fd, HEADER.size, 0)
@@ -205,8 +206,8 @@ class BlockStore:
 
     @contextlib.contextmanager
     def _locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[bool]:
-        """Holds the lock, if it can be had in time; says whether. A process that was stopped may
-        keep it.
+        """Holds the lock if it can be taken in time, and says whether. A process that was stopped
+        may keep it.
         """
         end = time.monotonic() + timeout_s
         while self.path is not None:
@@ -229,7 +230,7 @@ class BlockStore:
     # ------------------------------------------------------------ names
 
     def count_present(self, names: Sequence[bytes]) -> int:
-        """How many of the first names are there, up to the first that is not."""
+        """How many names are there before the first that is not."""
         if not self._is_usable():
             return 0
         self._catch_up()
@@ -237,8 +238,8 @@ class BlockStore:
         return next((i for i, name in enumerate(names) if name not in places), len(names))
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """The names that have come and gone since the last call, whoever wrote them; the first
-        time, all that are there.
+        """The names that have come and gone since the last call, in any process; the first time,
+        all that are there.
         """
         if self._is_usable():
             self._catch_up()

@@ -27,8 +27,8 @@ FORMAT = 1  # changes when kernels write other bits for the same tokens
 def identity_of(
     config: EngineConfig, directory: Path | None, cpu_isa: str, shapes: Sequence[Any], version: str
 ) -> bytes:
-    """32 bytes for all that a block's content depends on, beside its tokens: model, weights, types,
-    kernels and layout.
+    """Returns 32 bytes for all that a block's content depends on beside its tokens: model, weights,
+    types, kernels and layout.
 
     `directory`: of the weights; None: random ones. `shapes`: of each layer's page of a block.
     """
@@ -66,7 +66,7 @@ class KVOffload:
         return self._store.num_corrupt
 
     def count_present(self, names: Sequence[bytes]) -> int:
-        """How many of the first names are kept, up to the first that is not."""
+        """How many names are kept before the first that is not."""
         return self._store.count_present(names)
 
     def store(self, blocks: Sequence[tuple[int, bytes]]) -> int:
@@ -98,7 +98,7 @@ class KVOffload:
         self._store.clear()
 
     def use_store(self, store: BlockStore) -> None:
-        """Another store, because the weights have changed."""
+        """Takes another store, because the weights have changed."""
         self._store.close()
         self._store = store
 

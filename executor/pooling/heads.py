@@ -63,7 +63,7 @@ class PoolingLayer:
 
 
 class PoolingHead:
-    """The layers of a head, one after the other; none of most models."""
+    """The layers of a head, one after the other. Most models have none."""
 
     def __init__(self, layers: list[PoolingLayer]):
         self.layers = layers
@@ -123,7 +123,7 @@ class TokenScore(PoolingHead):
 
 
 def make_head(make: Any, head: Head) -> PoolingHead:
-    """Unfilled, with parameters of a LayerFactory."""
+    """A head that is not filled, with parameters of a LayerFactory."""
     return PoolingHead(
         [
             PoolingLayer(
@@ -136,7 +136,7 @@ def make_head(make: Any, head: Head) -> PoolingHead:
 
 
 def filled_head(head: Head, values: Iterable[dict[str, torch.Tensor]]) -> PoolingHead:
-    """With the tensors of each layer, by the names of its shapes().
+    """A head with the tensors of each layer, by the names of its shapes().
 
     Raises ModelLoadError, naming the layer, for one that is missing or has another shape.
     """

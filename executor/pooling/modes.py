@@ -1,4 +1,4 @@
-"""Pooling modes: from the hidden states of a prompt, chunk by chunk, to one row.
+"""Pooling modes, which turn the hidden states of a prompt into one row, chunk by chunk.
 
 Must not know: requests, what happens to the row.
 
@@ -98,7 +98,7 @@ MODES: dict[str, Callable[[], Mode]] = {
 
 
 def make_modes(names: Sequence[str]) -> list[Callable[[], Mode]]:
-    """What makes the state of each mode."""
+    """Functions that make the state of each mode."""
     return [MODES[name] for name in names]
 
 

@@ -3,7 +3,7 @@
 Must not know: models, which requests run beside each other, text.
 
 Results are computed in fp32, and rows are added in the order of the prompt's tokens. So the bits of
-a result depend neither on the batch nor on how the prompt is cut.
+a result depend neither on the batch nor on how the prompt is divided into chunks.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def rank_command(ends: RankEnds) -> list[str]:
 
 
 def make_ends(config: EngineConfig, *, has_store: bool = False) -> list[RankEnds]:
-    """Of each rank: all groups of a stage, then those of the next one. has_store: tensors do not go
-    through shared memory.
+    """The ends of each rank: first those of all ranks of a stage, then those of the next one.
+    has_store: tensors do not go through shared memory.
     """
     device, size = config.device_config, num_ranks(config)
     tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
@@ -47,7 +47,7 @@ def make_ends(config: EngineConfig, *, has_store: bool = False) -> list[RankEnds
     groups = [GroupEnds.create(tp) if tp > 1 else None for _ in range(pp)]
     store = os.memfd_create("quire-store") if has_store else None
     awake_s = AWAKE_S if available_cores() >= size else AWAKE_ON_SHARED_CORE_S
-    # before the engine is ended for a step that takes too long, which would name no rank
+    # less than the time after which the engine is ended, which would name no rank
     timeout_s = 0.9 * config.service_config.step_timeout_s
     ends = []
     for rank in range(size):
@@ -59,7 +59,7 @@ def make_ends(config: EngineConfig, *, has_store: bool = False) -> list[RankEnds
 
 
 def fds_of(ends: RankEnds) -> list[int]:
-    """What a rank inherits."""
+    """The descriptors that a rank inherits."""
     parts = ends.commands, ends.replies, ends.group, ends.stages
     store = [] if ends.store is None else [ends.store]
     return store + [fd for part in parts if part is not None for fd in part.fds]
@@ -93,7 +93,7 @@ class LocalRanks:
         self._commands.send(message)
 
     def _take(self, fd: int) -> None:
-        """As os.eventfd_read, until it is interrupted."""
+        """Like os.eventfd_read, but `interrupt` ends it."""
         poller = select.poll()
         for one in (fd, self._interrupt_fd):
             poller.register(one, select.POLLIN)

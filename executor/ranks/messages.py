@@ -1,6 +1,6 @@
-"""What the executor of several ranks and the ranks say to each other.
+"""The messages between the executor of several ranks and the ranks.
 
-Must not know: processes, what a rank does with it.
+Must not know: processes, what a rank does with a message.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MAX_MESSAGE_BYTES = 2**40  # both ends are one program
 
 
 class RankLostError(RuntimeError):
-    """In a rank: another one is gone. The engine is about to hear why from elsewhere."""
+    """A rank has found that another one is gone. The engine hears the cause from elsewhere."""
 
 
 class RankEnds(msgspec.Struct, frozen=True):
-    """What a rank of the engine's machine inherits from its process; on its command line, as
-    JSON.
+    """What a rank on the engine's machine inherits from the engine's process. It stands on the
+    rank's command line, as JSON.
     """
 
     rank: int  # stage * tensor_parallel_size + the rank in its group
@@ -41,7 +41,7 @@ class RankEnds(msgspec.Struct, frozen=True):
 
 
 class NetworkEnds(msgspec.Struct, frozen=True):
-    """What a rank on another machine is told by what starts it."""
+    """What a launcher (network.py) gives to a rank on another machine."""
 
     rank: int  # as in RankEnds
     tensor_parallel_size: int
@@ -53,7 +53,7 @@ class NetworkEnds(msgspec.Struct, frozen=True):
 
 
 def host_name(rank: int) -> str:
-    """Under which a rank publishes the address of its machine."""
+    """The name under which a rank publishes the address of its machine."""
     return f"host/{rank}"
 
 
@@ -61,21 +61,21 @@ def host_name(rank: int) -> str:
 
 
 class Configure(Message, tag="configure", frozen=True):
-    """The first message."""
+    """Gives a rank its configuration; it is the first message."""
 
     config: EngineConfig
 
 
 class Sampled(Message, frozen=True):
-    """What the last stage sampled in a step: of its ModelRunnerOutput."""
+    """What the last stage sampled in a step: two columns of its ModelRunnerOutput."""
 
     num_sampled: list[int]
     token_ids: list[int]
 
 
 class Step(Message, tag="step", frozen=True):
-    """`sampled`: of the steps that were finished since the last one, in order; a stage before the
-    last one appends them first.
+    """`sampled`: the tokens of the steps that were finished since the last Step, in order; a stage
+    before the last one appends them first.
     """
 
     output: SchedulerOutput
@@ -83,7 +83,7 @@ class Step(Message, tag="step", frozen=True):
 
 
 class Call(Message, tag="call", frozen=True):
-    """Of a method of Rank.CALLS."""
+    """Calls a method of Rank.CALLS."""
 
     method: str
     args: list[Any] = []
@@ -97,12 +97,12 @@ class CheckGrammar(Message, tag="grammar", frozen=True):
 
 
 class Leave(Message, tag="leave", frozen=True):
-    """The last message."""
+    """Tells a rank to end; it is the last message."""
 
 
 Command = Configure | Step | Call | CheckGrammar | Leave
 
-# ---------------------------------------------------------------- of a rank
+# ---------------------------------------------------------------- from a rank
 
 
 class StepDone(Message, tag="done", frozen=True):
@@ -119,7 +119,7 @@ class Result(Message, tag="result", frozen=True):
 
 
 class Trace(Message, tag="trace", frozen=True):
-    """As JSON, since its parts are objects with the names of their fields."""
+    """A RanksTrace as JSON, since its parts are objects with the names of their fields."""
 
     trace: bytes
 

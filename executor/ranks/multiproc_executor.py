@@ -1,6 +1,6 @@
 """An executor over several ranks, which are processes of their own.
 
-Must not know: the scheduler, requests, what a rank computes, how ranks are started and what carries
+Must not know: the scheduler, requests, what a rank computes, how ranks are started, what carries
 messages (local_ranks.py).
 
 All ranks get the same commands. A thread reads their replies and notices deaths.
@@ -61,12 +61,12 @@ class Ranks(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of each rank in messages, as "rank 0 of 2"."""
+        """The name of each rank in messages, as "rank 0 of 2"."""
         ...
 
     def send(self, message: bytes) -> None:
-        """To every rank. One thread at a time. Raises InterruptedError after `interrupt`, where it
-        would wait for a rank.
+        """Sends a message to every rank. One thread calls it at a time. Raises InterruptedError
+        after `interrupt`, where it would wait for a rank.
         """
         ...
 
@@ -74,12 +74,12 @@ class Ranks(Protocol):
         self, on_message: Callable[[int, bytes], None], on_death: Callable[[str], None]
     ) -> None:
         """Calls on_message(rank, reply) for every reply, and on_death(cause) when a rank is gone,
-        until `stop`. In a thread of its own.
+        until `stop`. It runs in a thread of its own.
         """
         ...
 
     def interrupt(self) -> None:
-        """A rank has failed. Thread-safe."""
+        """Makes `send` wait no longer, because a rank has failed. Thread-safe."""
         ...
 
     def stop(self) -> None:
@@ -87,7 +87,7 @@ class Ranks(Protocol):
         ...
 
     def end(self, timeout_s: float) -> None:
-        """Ends the ranks, which have so long to leave. After `read` has returned, and once."""
+        """Ends the ranks, which have so long to leave. Called once, after `read` has returned."""
         ...
 
 
@@ -107,7 +107,7 @@ class MultiprocExecutor:
         self._has_stages = device.pipeline_parallel_size > 1
         self._first_sampling = size - device.tensor_parallel_size  # in the last stage
         self._running: deque[PendingRanks] = deque()  # steps, the oldest first
-        self._sampled: list[Sampled] = []  # what the ranks have not been told
+        self._sampled: list[Sampled] = []  # what was not sent to the ranks yet
         self._encoder = MessageEncoder(MAX_MESSAGE_BYTES)
         self._decoders = [MessageDecoder(Reply, MAX_MESSAGE_BYTES) for _ in range(size)]
         self._checks: dict[int, tuple[int, Future[None]]] = {}  # number -> (replies left, future)

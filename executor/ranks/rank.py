@@ -2,8 +2,8 @@
 
 Must not know: the scheduler, clients, how many steps are under way.
 
-It runs a Worker, with its part of every layer, and answers each command
-but CheckGrammar before it reads the next one.
+It runs a Worker, with its part of every layer, and answers each command but CheckGrammar before it
+reads the next one.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class RankLinks(Protocol):
         ...
 
     def send(self, reply: bytes) -> None:
-        """One thread at a time."""
+        """Sends a reply. One thread calls it at a time."""
         ...
 
     def make_group(self, config: EngineConfig) -> TensorGroup:
-        """Once torch may be imported, and the device is chosen."""
+        """The rank's group. Called once torch may be imported, and the device is chosen."""
         ...
 
 
@@ -104,7 +104,7 @@ class SharedLinks:
 
 
 class Rank:
-    """Serves one engine until it is told to leave."""
+    """Serves one engine until a Leave arrives."""
 
     # of Worker, by Call
     CALLS = frozenset(
@@ -121,7 +121,7 @@ class Rank:
         self._worker: Worker
 
     def run(self) -> None:
-        """Returns when it is told to leave."""
+        """Returns after a Leave."""
         while not isinstance(command := self._receive(), Leave):
             try:
                 self._obey(command)

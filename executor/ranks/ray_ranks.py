@@ -1,10 +1,9 @@
 """Ranks that are actors of a Ray cluster: `distributed_executor_backend=ray`.
 
-Must not know: what is said to the ranks, what a rank computes.
+Must not know: which messages ranks get, what a rank computes.
 
 Ray chooses the nodes (one placement group, a bundle of CPUs for each rank), starts the processes,
-and says why one is gone. What engine and ranks say to each other does not go through Ray
-(network.py, torch_links.py).
+and says why one is gone. Messages and tensors do not go through Ray (network.py, torch_links.py).
 
 Only this module imports Ray, and only when it is used. The actors and the placement group belong to
 the engine's process: Ray ends them when it is gone, and each rank ends itself when it loses its
@@ -39,7 +38,7 @@ from .rank import Rank
 logger = logging.getLogger("quire.ray")
 
 NAME = "distributed_executor_backend"
-ROOM_S = 0.5  # of the time to start: for the cluster to have room, by growing perhaps
+ROOM_S = 0.5  # share of the time to start in which the cluster has to find, or grow, room
 MAX_CAUSE_LINES = 12
 CONNECT_TIMEOUT_S = 5.0
 
@@ -48,7 +47,7 @@ class RankActor:
     """A rank's process. Ray makes an actor of this class."""
 
     def run(self, ends: bytes, num_threads: int, log_level: int, log_format: str) -> None:
-        """Returns when it is told to leave. ends: a NetworkEnds, as JSON."""
+        """Returns after a Leave. ends: a NetworkEnds, as JSON."""
         ray: Any = importlib.import_module("ray")
         # what the launcher has chosen counts, not what Ray sets for each actor
         os.environ.pop("OMP_NUM_THREADS", None)
@@ -103,14 +102,14 @@ class RayLauncher:
 
     def _wait_for_room(self, num_cpus: int) -> None:
         deadline = time.monotonic() + self._room_timeout_s
-        is_told = False
+        has_warned = False
         while not self._group.wait(2.0):
-            if not is_told:
+            if not has_warned:
                 logger.warning(
                     "waiting for %d bundles of %d CPUs in the Ray cluster, whose nodes have %s",
                     *(self._size, num_cpus, self._cpus_of_nodes()),
                 )
-            is_told = True
+            has_warned = True
             if time.monotonic() > deadline:
                 raise EngineStartError(
                     f"{NAME}=ray: the cluster has had no room for {self._size} ranks with "
@@ -158,8 +157,8 @@ def ray_ranks(config: EngineConfig) -> NetworkRanks:
 
 
 def cpus_per_rank(cpus_of_nodes: list[int], num_ranks: int) -> int:
-    """The most CPUs that every rank of all engines can have if no other program runs; at least
-    1.
+    """The most CPUs, at least 1, that every rank of all engines can have if no other program
+    runs.
     """
     for num_cpus in range(max(cpus_of_nodes, default=1), 1, -1):
         if sum(cpus // num_cpus for cpus in cpus_of_nodes) >= num_ranks:
@@ -172,7 +171,7 @@ def _lines(error: Exception) -> list[str]:
 
 
 def _connect(ray: Any) -> None:
-    """To the cluster that RAY_ADDRESS names, or that runs on this machine."""
+    """Connects to the cluster that RAY_ADDRESS names, or that runs on this machine."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM) if is_main else None
     try:
@@ -190,7 +189,7 @@ def _connect(ray: Any) -> None:
 
 
 def _require_listener(address: str) -> None:
-    """Ray would try for many minutes. Raises OSError."""
+    """Raises OSError where nothing listens: Ray would try for many minutes."""
     if "://" in address:
         raise ConnectionError(f"RAY_ADDRESS={address} is not an address of a cluster's node")
     host, _, port = address.rpartition(":")

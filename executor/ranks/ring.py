@@ -1,6 +1,6 @@
-"""Messages through shared memory from one process to others, in order, each to every reader.
+"""Sends messages through shared memory from one process to others, in order, each to every reader.
 
-Must not know: what a message says, which processes there are.
+Must not know: what a message holds, which processes there are.
 
     memory    [ slot 0 | slot 1 | … ]     a message takes one slot or several
     ready     an eventfd of each reader: slots that it has not read
@@ -65,7 +65,7 @@ class GroupEnds(msgspec.Struct, frozen=True):
         return cls(memory, events, native_memory)
 
     def alarm(self) -> mmap.mmap:
-        """For set_off; valid without the descriptors."""
+        """The memory that set_off takes. It stays valid without the descriptors."""
         return mmap.mmap(self.native_memory, mmap.PAGESIZE)
 
     @property
@@ -101,7 +101,7 @@ def make_event(count: int = 0) -> int:
 
 
 class RingWriter:
-    """The writing end. One thread at a time."""
+    """The writing end. One thread uses it at a time."""
 
     def __init__(self, ends: RingEnds, take: Callable[[int], object] = os.eventfd_read):
         """`take(fd)` waits until an eventfd is above 0 and takes 1; it may raise instead."""
@@ -129,7 +129,7 @@ class RingWriter:
 
 
 class RingReader:
-    """A reading end. One thread at a time."""
+    """A reading end. One thread uses it at a time."""
 
     def __init__(
         self, ends: RingEnds, reader: int = 0, take: Callable[[int], object] = os.eventfd_read

@@ -1,4 +1,4 @@
-"""What connects the ranks of one machine: memory that they share, and eventfds.
+"""Connects the ranks of one machine by memory that they share, and eventfds.
 
 Must not know: layers, models, steps, what the tensors are.
 

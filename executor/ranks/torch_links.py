@@ -1,5 +1,4 @@
-"""What connects ranks that share no memory, by torch.distributed: gloo over TCP, or NCCL between
-GPUs.
+"""Connects ranks that share no memory by torch.distributed: gloo over TCP, or NCCL between GPUs.
 
 Must not know: layers, models, steps, what the tensors are, how addresses reach the other ranks.
 
@@ -37,7 +36,7 @@ class Addresses(Protocol):
     """Where the ranks find each other's addresses."""
 
     def publish(self, name: str, address: bytes) -> None:
-        """To all ranks."""
+        """Publishes an address to all ranks."""
         ...
 
     def look_up(self, name: str) -> bytes:
@@ -59,7 +58,7 @@ class _Store(Store):
         return self._addresses.look_up(self._prefix + key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Without a time limit: the engine ends ranks of which some do not come."""
+        """Waits without a time limit: the engine ends the ranks if some do not come."""
         for key in keys:
             self.get(key)
 
@@ -95,8 +94,8 @@ class TorchGroup:
         return parts
 
     def send(self, x: Tensor, to: int) -> None:
-        """Returns at once, unless many have not arrived yet."""
-        if x.numel() == 0:  # the other end knows
+        """Sends a tensor. Returns at once, unless many have not arrived yet."""
+        if x.numel() == 0:  # the other end expects nothing
             return
         own = x.contiguous().clone()
         with self._errors():
@@ -189,7 +188,7 @@ def torch_group(
 def network_group(
     rank: int, tp_size: int, num_stages: int, addresses: Addresses, host: str, timeout_s: float
 ) -> TensorGroup:
-    """Of ranks on several machines, by gloo; see torch_group."""
+    """The group of ranks on several machines, by gloo; see torch_group."""
     addresses.publish(host_name(rank), host.encode())
     size = tp_size * num_stages
     hosts = [addresses.look_up(host_name(other)) for other in range(size)]
@@ -202,7 +201,8 @@ def network_group(
 
 
 def local_group(ends: RankEnds, timeout_s: float, device: torch.device) -> TensorGroup:
-    """Of ranks on this machine that share no memory; see torch_group. Their store is a file.
+    """The group of ranks on this machine that share no memory; see torch_group. Their store is a
+    file.
 
     They are connected when it returns: NCCL takes its memory now, before that of a cache is
     measured.

@@ -1,6 +1,6 @@
-"""Steps with lookahead tokens, in one call of a recorded program.
+"""Runs steps with lookahead tokens in one call of a recorded program.
 
-Must not know: the model, who decides how far to look ahead.
+Must not know: the model, what decides how far to look ahead.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decode steps from CUDA graphs: the launches of a whole model, replayed as one.
 
-Must not know: architectures, requests, who samples.
+Must not know: architectures, requests, how rows are sampled.
 
 A decode of a small model takes the CPU longer to launch than the GPU to compute. A graph keeps the
 launches with their addresses, so all graphs share one set of input buffers, of which each step

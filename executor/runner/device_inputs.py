@@ -1,6 +1,6 @@
 """The slot tables on a GPU, and a step's inputs made from them on the GPU.
 
-Must not know: the model, who samples what, why anything changes.
+Must not know: the model, how rows are sampled, why anything changes.
 
     host    InputBatch: all that is known ──▶ differences and rows of a step, packed ─┐ one copy
     GPU     token_ids, block_tables, parameters by slot ◀── write_runs ◀──────────────┤
@@ -197,10 +197,8 @@ class DeviceInputMaker:
 
     @staticmethod
     def _columns(layout: StepLayout) -> dict[str, np.ndarray]:
-        slots, positions = (
-            layout.slots.astype(np.int32),
-            layout.seq_lens[layout.sampled_rows].astype(np.int64),
-        )
+        slots = layout.slots.astype(np.int32)
+        positions = layout.seq_lens[layout.sampled_rows].astype(np.int64)
         columns = {
             "slots": slots,
             "num_computed": layout.num_computed.astype(np.int32),
@@ -208,10 +206,8 @@ class DeviceInputMaker:
         }
         if not layout.is_all_sampled_decodes():
             columns["query_start_loc"] = layout.query_start_loc.astype(np.int32)
-            columns["logits_indices"], columns["sampled_slots"] = (
-                layout.logits_indices(),
-                slots[layout.sampled_rows],
-            )
+            columns["logits_indices"] = layout.logits_indices()
+            columns["sampled_slots"] = slots[layout.sampled_rows]
         return columns
 
     def prepare(self, layout: StepLayout, columns: dict[str, torch.Tensor]) -> StepInputs:

@@ -88,10 +88,8 @@ class PendingStep:
         token_ids = np.zeros((num_rows, len(self._passes)), np.int64)
         is_expected = np.zeros(token_ids.shape, bool)
         for number, one in enumerate(self._passes):
-            token_ids[one.columns, number], is_expected[one.columns, number] = (
-                values[one.place],
-                True,
-            )
+            token_ids[one.columns, number] = values[one.place]
+            is_expected[one.columns, number] = True
         is_good = np.logical_and.accumulate(is_expected & (token_ids >= 0), axis=1)
         errors: dict[int, RowError] = {
             self._slots[row]: NOT_FINITE
@@ -152,10 +150,8 @@ class StepLauncher:
         )
         (columns,) = self._inputs.ship([layout])
         self._inputs.prepare(layout, columns)
-        slots, results = (
-            columns["sampled_slots"],
-            torch.zeros(1, dtype=torch.int32, device=self._tables.device),
-        )
+        slots = columns["sampled_slots"]
+        results = torch.zeros(1, dtype=torch.int32, device=self._tables.device)
         self._ops.gather_sampling_parameters(self._tables.parameters, slots)
         self._ops.append_sampled_tokens(
             self._tables.token_ids,
@@ -205,17 +201,13 @@ class StepLauncher:
         """The tokens of the step and of each lookahead pass: decodes of the rows with tokens
         left.
         """
-        num_tokens, wanted = (
-            self._batch.num_tokens,
-            np.array(scheduler_output.num_lookahead_tokens, np.int64),
-        )
+        num_tokens = self._batch.num_tokens
+        wanted = np.array(scheduler_output.num_lookahead_tokens, np.int64)
         layouts = [lay_out(scheduler_output, num_tokens)]
         if not wanted.any():
             return layouts
-        slots, rows = (
-            np.array(scheduler_output.slots, np.int64),
-            np.sort(layouts[0].order[layouts[0].sampled_rows]),
-        )
+        slots = np.array(scheduler_output.slots, np.int64)
+        rows = np.sort(layouts[0].order[layouts[0].sampled_rows])
         for number in range(int(wanted.max())):
             rows = rows[wanted[rows] > number]
             if not len(rows):
@@ -257,10 +249,8 @@ class StepLauncher:
         )
 
     def _expect(self, layout: StepLayout, place: slice) -> Expected:
-        slots, positions = (
-            layout.slots[layout.sampled_rows],
-            layout.seq_lens[layout.sampled_rows].astype(np.int64),
-        )
+        slots = layout.slots[layout.sampled_rows]
+        positions = layout.seq_lens[layout.sampled_rows].astype(np.int64)
         self._batch.expect_tokens(slots, positions)
         return Expected(
             layout.order[layout.sampled_rows], slots, positions, self._batch.entries[slots], place

@@ -1,3 +1,3 @@
-"""From logits to tokens: logits stages, penalties, grammars, processors, sampling, log-
-probabilities.
+"""Turns logits into tokens: logits stages with penalties, grammars and processors, sampling, and
+log-probabilities.
 """

@@ -1,6 +1,6 @@
-"""Structured output: which tokens each request's grammar allows, step by step.
+"""Structured output: finds the tokens that each request's grammar allows, step by step.
 
-Must not know: what a schema means, the model, who scheduled what.
+Must not know: what a schema means, the model, why a row was scheduled.
 
     arrival      check: a process of grammar_check.py tries the grammar; a thread compiles it
     slot entry   enter: a copy of the compiled matcher
@@ -13,10 +13,10 @@ tokens at once, a discarded sample) need no special case: `start` reads the toke
 finished grammar allows only end-of-sequence tokens, also after one was taken, and the request's
 other parameters apply after it: if min_tokens forbids these too, no token is left and the request
 ends with an error. A matcher that exceeds llguidance's limits, or that fails in any other way, is
-an error of its request, too, and allows no token: no row with a grammar is sampled without a mask.
+an error of its request too, and allows no token: no row with a grammar is sampled without a mask.
 
 The cost of some grammars grows with the text. The CPU time of each request's matcher is measured
-in the thread that runs it, so that no load of the machine counts, and `take_costs` tells it to the
+in the thread that runs it, so that other programs do not count, and `take_costs` reports it to the
 core, which ends a request that takes too much. Nothing here depends on these times: ranks decide
 the same.
 """
@@ -90,13 +90,13 @@ class SlotGrammar:
         return not self.is_ended and self.error is None
 
     def fail(self, error: Exception) -> None:
-        """Something went wrong that is not the request's fault."""
+        """Notes an error that is not the request's fault."""
         logger.error("a grammar failed", exc_info=error)
         self.error = f"its grammar failed: {type(error).__name__}"
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Within, the calling thread works for this matcher alone."""
+        """A context in which the calling thread works for this matcher alone."""
         start = time.thread_time()
         try:
             yield
@@ -165,7 +165,8 @@ class Grammars:
         """Returns a future that completes when the grammar is compiled.
 
         The future raises the InvalidParameterError of an invalid grammar, and another exception if
-        the check itself failed. Called by one thread.
+        the check itself failed. One thread calls it.
+
         Equal grammars share one check, whose result is kept for a while. is_known: it compiled in
         another engine, within the limits, so it needs no process of its own here. Owners take
         turns (see grammar_queue.py).
@@ -200,7 +201,7 @@ class Grammars:
             self._all_checks = [GrammarCheck(self.settings) for _ in range(NUM_CHECKS)]
             for check in self._all_checks:
                 self._checks.put(check)
-            # load it while the first check's process loads it, too
+            # loads it while the first check's process does so too
             compiler = self._require_compiler()
             _submit(self._check_pool, lambda: compiler.tokenizer)
         self._queue.add(owner, key)

@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 TIME_LIMIT_S = 1.5  # of CPU time, for one grammar; a usual one takes milliseconds
 START_LIMIT_S = 60.0  # of CPU time, until it has read the tokenizer
 WAIT_LIMIT_S = 60.0  # for an answer; more only where the machine is overloaded
-LOOK_S = 0.25  # how often its state is looked at while an answer is awaited
-MAX_TRIES = 4  # of one check, where something else than the grammar ends it
+LOOK_S = 0.25  # between two looks at its state while an answer is awaited
+MAX_TRIES = 4  # of one check, where something other than the grammar ends it
 RETRY_DELAY_S = 0.2  # after the second try; doubles
 # signals that no grammar causes: its memory is limited by an error, not by a signal
 FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -291,10 +291,8 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         compiler.tokenizer  # noqa: B018
     except InvalidParameterError as error:
         return _write(answers, msgspec.msgpack.encode(Problem(error.parameter, error.problem)))
-    limit, most = (
-        psutil.Process().memory_info().vms + MEMORY_LIMIT_BYTES,
-        resource.getrlimit(resource.RLIMIT_AS)[1],
-    )
+    limit = psutil.Process().memory_info().vms + MEMORY_LIMIT_BYTES
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -59,10 +59,8 @@ class PromptScorer:
             slots.tolist(), metadata.query_lens, metadata.seq_lens_list
         ):
             if slot in batch.prompt_logprobs_slots:
-                num_prompt_tokens, k = (
-                    int(batch.num_prompt_tokens[slot]),
-                    min(int(batch.num_prompt_logprobs[slot]), self.vocab_size),
-                )
+                num_prompt_tokens = int(batch.num_prompt_tokens[slot])
+                k = min(int(batch.num_prompt_logprobs[slot]), self.vocab_size)
                 # tokens to score
                 first, end = seq_len - query_len + 1, min(seq_len + 1, num_prompt_tokens)
                 if first < end:

@@ -1,6 +1,6 @@
 """Samples tokens from logits: one row per request that samples in this step.
 
-Must not know: the model, the cache, who scheduled what.
+Must not know: the model, the cache, why a row was scheduled.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ class Sampler:
 
         `largest`: the result of argmax over the logits, if known. `positions` [R]: of the sampled
         tokens in their sequences, where they are not the next ones; slots may then be equal, and
-        none may use a stage. A token depends only on its row,
-        its request's parameters and tokens, its seed and its position. See logits_stages.py for the
-        order of the stages.
+        none may use a stage.
+
+        A token depends only on its row, its request's parameters and tokens, its seed and its
+        position. See logits_stages.py for the order of the stages.
         """
-        token_ids, is_finite = (
-            column.numpy(force=True) for column in largest or self.ops.argmax(logits)
-        )
+        largest = largest or self.ops.argmax(logits)
+        token_ids, is_finite = (column.numpy(force=True) for column in largest)
         errors: dict[int, RowError] = {}
         logprobs: list[SlotLogprobs] = []
         raw_logits = None
@@ -92,9 +92,8 @@ class Sampler:
 
     @staticmethod
     def _keep(logits: torch.Tensor, rows: np.ndarray, batch: InputBatch) -> torch.Tensor:
-        """[N, vocab_size] of `rows` [N] before the stages: a copy, unless all rows are wanted
-        and no
-        stage changes them.
+        """[N, vocab_size] of `rows` [N] before the stages: a copy, unless all rows are wanted and
+        no stage changes them.
         """
         if len(rows) == len(logits) and not batch.stages.num_slots:
             return logits

@@ -38,7 +38,7 @@ _ABSENT = object()
 
 
 class Site(NamedTuple):
-    """Where an operation is called from, and what it uses besides its arguments."""
+    """The place that calls an operation, and what the operation uses besides its arguments."""
 
     module: str  # path in the model
     op: str
@@ -122,8 +122,8 @@ class Instruments:
             self._hook(layer, path, is_embedding)
 
     def _own_site(self, path: str, name: str, value: Any) -> Site:
-        """Of a function that a plugin's layer holds as its attribute `name`. It has the name of the
-        operation whose implementation made it, if it was defined within that one.
+        """The site of a function that a plugin's layer holds as its attribute `name`. If it was
+        defined within the implementation of an operation, it has that operation's name.
         """
         inner = value.func if isinstance(value, partial) else value
         kind = inner if hasattr(inner, "__qualname__") else type(inner)
@@ -215,7 +215,9 @@ class _Multiply:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Of its first number; another unique number for a tensor in a layout of a library's own."""
+    """The address of its first number. A tensor in a layout of a library's own gets another unique
+    number.
+    """
     try:
         return tensor.data_ptr()
     except RuntimeError:
@@ -223,7 +225,7 @@ def address_of(tensor: Tensor) -> int:
 
 
 def _sizes(packed: Any, tensors: list[Tensor], rows: int) -> tuple[int, int]:
-    """Of a packed weight: (columns in, columns out), 0 where it is not to be seen."""
+    """The sizes of a packed weight: (columns in, columns out), 0 where they cannot be found."""
     columns = (t.shape[1] for t in tensors if t.shape[:1] == (rows,) and t.dim() > 1)
     return getattr(packed, "in_features", 0) or max(columns, default=0), rows
 

@@ -14,7 +14,7 @@ from ...kernels.cpu.limits import quick_gemm_flops, read_bandwidth
 
 # more than the caches of most machines; small models are read from caches, as in a step
 MIN_READ_BYTES, MAX_READ_BYTES = 8 * 2**20, 256 * 2**20
-SECONDS = 0.1  # of each measurement; a busy machine takes the core away now and then
+SECONDS = 0.1  # of each measurement; a busy machine interrupts it now and then
 
 
 @cache

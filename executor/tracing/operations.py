@@ -20,14 +20,14 @@ from ...kernels.work import Work
 from .instruments import Site, address_of, tensors_of
 
 MODELS = ("/executor/models/", "/transformers/models/")
-# they call operations for the lines that are looked for
+# files whose functions call operations on behalf of a model's page
 LAYERS = tuple(f"/executor/models/{name}.py" for name in ("layers", "linear", "packed_layers"))
 WRAPPERS = ("/kernels/cpu/native/program.py", "/kernels/cpu/native/recorder.py")
 LOOKED_THROUGH = 12  # frames
 
 
 class Argument:
-    """What is kept of an operation's argument, which is not to live longer than the step."""
+    """What is kept of an operation's argument, which must not live longer than the step."""
 
     __slots__ = ("address", "dtype", "item_bytes", "shape")
 
@@ -50,13 +50,15 @@ class ReadExperts(NamedTuple):
     ids: Tensor  # of the experts that tokens have chosen
 
     def weight_bytes(self) -> int:
-        """Of the experts that were read."""
+        """The bytes of the experts that were read."""
         chosen = [(self.experts.gate_up[i], self.experts.down[i]) for i in self.ids.unique()]
         return sum(one.nbytes for layers in chosen for x in layers for one in tensors_of(x))
 
 
 def kept(arguments: Sequence[Any]) -> list[Any]:
-    """Tensors without their data; of the metadata of attention the lengths; numbers."""
+    """What is kept of arguments: tensors without their data, the lengths in the metadata of
+    attention, and numbers.
+    """
     found: list[Any] = []
     for value in arguments:
         if isinstance(value, Tensor):
@@ -71,7 +73,7 @@ def kept(arguments: Sequence[Any]) -> list[Any]:
 
 
 def dtype_of(arguments: list[Any]) -> str:
-    """Of the first tensor of floating-point numbers."""
+    """The type of the first tensor of floating-point numbers, else of the first tensor."""
     tensors = [value for value in arguments if isinstance(value, Argument)]
     floats = [value.dtype for value in tensors if "float" in value.dtype]
     return (*floats, *(value.dtype for value in tensors), "")[0]
@@ -111,7 +113,7 @@ def work_of(site: Site, arguments: list[Any], weights: dict[int, int]) -> tuple[
         return Work(f"[{ids.shape[0]}]", ids.num_bytes), 0
     shown = [value for value in plain if "float" in value.dtype] or plain
     shape = " ".join(str(list(value.shape)) for value in shown[:2])
-    # others, as the table of rotary embeddings, are read in part
+    # other tensors, such as the table of rotary embeddings, are read in part
     rows = plain[0].shape[:1] if plain else ()
     num_bytes = sum(value.num_bytes for value in plain if value.shape[:1] == rows)
     return Work(shape, 2 * num_bytes), weight_bytes
@@ -136,7 +138,9 @@ def calling_place(frame: FrameType | None) -> str:
 
 
 def recorded_places() -> tuple[str, str]:
-    """While a call is recorded: (the line of the model's page, the wrapper that made the call)."""
+    """While a call is recorded: the line of the model's page, and the wrapper that made the
+    call.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and "/kernels/cpu/native/" not in frame.f_code.co_filename:
         frame = frame.f_back

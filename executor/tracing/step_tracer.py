@@ -1,10 +1,10 @@
-"""Records what a rank does in each of some steps: inputs, stages, kernels with their times.
+"""Records what a rank does in a number of steps: inputs, stages, and kernels with their times.
 
 Must not know: the scheduler, what is shown of a trace.
 
 A recorded program is timed by the native library, which notes when each thread worked on each call.
 Everything else is timed around the operations of the table (instruments.py); on a GPU by events on
-its stream. Only numbers are kept while a step runs, and `take` puts them into words.
+its stream. Only numbers are kept while a step runs; `take` adds the names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Dense modules of sentence-transformers, each from a folder of its own.
+"""Reads the Dense modules of sentence-transformers, each from a folder of its own.
 
 Must not know: requests, what is pooled, the base model.
 """

@@ -1,10 +1,11 @@
-"""What follows pooling: the layers of classification heads and of sentence-transformers' Dense
-modules, and the last activation.
+"""Computes what follows pooling: the layers of classification heads and of sentence-transformers'
+Dense modules, and the last activation.
 
 Must not know: requests, how rows are pooled.
 
-Everything is in fp32. A product gives a row the same bits whatever is beside it. Other functions
-run on the rows of one request at a time, because their vector and scalar loops round differently.
+Everything is in fp32. A product gives a row the same bits whatever stands beside it. Other
+functions run on the rows of one request at a time, because their vector and scalar loops round
+differently.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ class MultiprocExecutor:
         if self._failure is None:
             with contextlib.suppress(RuntimeError):
                 self._send(Leave())
-        else:  # some wait for one that is gone
+        else:  # some wait for a rank that is gone
             timeout_s = 0.0
         with self._arrived:
             self._on_failure = None
@@ -298,12 +298,12 @@ class MultiprocExecutor:
             raise
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method on every rank; the results in rank order."""
+        """Calls a method on every rank, and returns the results in rank order."""
         replies: list[Result] = self._ask(Call(method, list(args)))
         return [reply.value for reply in replies]
 
     def _ask(self, call: Call) -> list[Any]:
-        """The replies to a call, once the steps that run have ended."""
+        """Sends a call once the steps that run have ended, and returns the replies."""
         while self._running:
             self._finish_oldest()
         self._send(call)
@@ -351,7 +351,7 @@ class MultiprocExecutor:
             raise RuntimeError(self._failure)
 
     def _fail(self, cause: str) -> None:
-        """The first cause is the one that counts. Of any thread."""
+        """Notes why no step can run any more: the first cause counts. Any thread may call it."""
         with self._arrived:
             if self._failure is not None:
                 return
@@ -404,7 +404,7 @@ class PendingRanks:
         self.output: Future[ModelRunnerOutput] = Future()
 
     def result(self) -> ModelRunnerOutput:
-        """Waits for the steps before it, too."""
+        """Waits for this step and those before it."""
         while not self.output.done():
             self._finish_oldest()
         return self.output.result()

@@ -1,9 +1,9 @@
-"""Ranks on other machines: commands and replies over TCP.
+"""Carries commands and replies of ranks on other machines over TCP.
 
-Must not know: what is said to them, what starts them (ray_ranks.py).
+Must not know: what a message holds, what starts the ranks (ray_ranks.py).
 
 The engine has two sockets for each rank, on one address of its machine. They are CURVE servers as
-in ipc/sockets.py: encrypted, and closed to whoever does not know the key of this start. Addresses
+in ipc/sockets.py: encrypted, and closed to peers that do not know the key of this start. Addresses
 of the ranks' own connections (torch_links.py) travel the same way, from one rank to all.
 
 A connection that is lost ends both sides: the engine, with the cause, and the rank.
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from ..groups.tensor_group import TensorGroup
 
 START_TIMEOUT_S = 120.0  # of a rank, until it is connected
-CHECK_S = 0.2  # how often connections are checked
-CAUSE_TIMEOUT_S = 1.0  # for what started a rank to say why it is gone
+CHECK_S = 0.2  # between two checks of the connections
+CAUSE_TIMEOUT_S = 1.0  # for the launcher to say why a rank is gone
 _MESSAGE, _ADDRESS = b"message", b"address"  # the first frame
 
 
@@ -40,7 +40,7 @@ _MESSAGE, _ADDRESS = b"message", b"address"  # the first frame
 
 
 class Launcher(Protocol):
-    """Starts ranks, and knows what becomes of them."""
+    """Starts ranks, and knows why they end."""
 
     @property
     def host(self) -> str:
@@ -52,7 +52,7 @@ class Launcher(Protocol):
         ...
 
     def cause_of(self, rank: int, timeout_s: float) -> str | None:
-        """Why a rank has ended; None: it has not, within so long."""
+        """Why a rank has ended; None if it has not ended within `timeout_s`."""
         ...
 
     def end(self, timeout_s: float) -> None:
@@ -182,7 +182,7 @@ class NetworkLinks:
         self.rank = ends.rank
         self._ends, self._host, self._on_lost = ends, host, on_lost
         self._addresses: dict[str, bytes] = {}
-        self._received: deque[bytes] = deque()  # commands that came while addresses were waited for
+        self._received: deque[bytes] = deque()  # commands that came before an awaited address
         self._lock = threading.Lock()  # of the socket for replies
         self._context = make_context()
         self._commands = connect_network(self._context, zmq.PULL, ends.commands, ends.key)
@@ -211,7 +211,7 @@ class NetworkLinks:
         self._send([_MESSAGE, reply])
 
     def _send(self, frames: list[bytes]) -> None:
-        # while the engine is gone: `_watch` ends this process
+        # zmq.Again: the engine is gone, and `_watch` ends this process
         with self._lock, contextlib.suppress(zmq.Again):
             self._replies.send_multipart(frames, zmq.NOBLOCK)
 
@@ -228,7 +228,7 @@ class NetworkLinks:
         self._send([_ADDRESS, name.encode(), address])
 
     def look_up(self, name: str) -> bytes:
-        """See Addresses (torch_links.py). In the thread that receives."""
+        """See Addresses (torch_links.py). The thread that receives calls it."""
         while name not in self._addresses:
             self._receive()
         return self._addresses[name]
@@ -242,7 +242,7 @@ class NetworkLinks:
                 return
 
     def close(self) -> None:
-        """After the last message was received."""
+        """Ends the connections, after the last message was received."""
         self._is_closed.set()
         self._thread.join()
         for one in (self._commands, self._replies):

@@ -106,7 +106,7 @@ class SharedLinks:
 class Rank:
     """Serves one engine until a Leave arrives."""
 
-    # of Worker, by Call
+    # the methods of Worker that a Call may name
     CALLS = frozenset(
         {"determine_num_blocks", "initialize_kv_cache", "execute_dummy_batch", "collective_rpc"}
         | {"start_trace", "check_health"}
@@ -192,7 +192,7 @@ def run_step(worker: Worker, step: Step) -> StepDone:
 
 
 def digest_of(output: ModelRunnerOutput) -> int:
-    """Of what is the same on all ranks, if they have the same logits."""
+    """A checksum of what is the same on all ranks if they have the same logits."""
     decided = output.num_sampled, output.token_ids, sorted(output.errors), output.num_ahead
     return zlib.crc32(msgspec.msgpack.encode(decided))
 
@@ -203,8 +203,8 @@ def _checked(number: int, check: Future[None]) -> GrammarChecked:
 
 
 def share_cores(rank: int, size: int) -> int:
-    """Keeps this process on its share of the cores, which are neighbours; if there are fewer cores
-    than ranks, on none in particular. Returns the number of threads that it should have.
+    """Keeps this process on its share of the cores, which are neighbours, unless there are fewer
+    cores than ranks. Returns the number of threads that it should have.
     """
     num_threads = max(1, available_cores() // size)  # by a quota, which the affinity does not show
     cores = sorted(os.sched_getaffinity(0))
@@ -224,7 +224,7 @@ def with_threads(config: EngineConfig, num_threads: int) -> EngineConfig:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The program. Ends with its engine."""
+    """The program. It ends with its engine."""
     parser = argparse.ArgumentParser(
         prog="quire.executor.ranks.rank", description="Runs one rank. Started by an engine."
     )

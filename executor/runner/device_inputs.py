@@ -158,7 +158,7 @@ class DeviceInputMaker:
         self._rows = torch.arange(num_slots, dtype=torch.int64, device=device)
 
     def __call__(self, scheduler_output: SchedulerOutput) -> StepInputs:
-        """For a step whose tokens the host samples, and whose tokens so far it knows."""
+        """Makes the inputs of a step that the host samples. It knows all tokens so far."""
         layout = lay_out(scheduler_output, self.tables.batch.num_tokens)
         self.tables.batch.check_blocks(layout.slots, layout.seq_lens)
         (columns,) = self.ship([layout])
@@ -167,9 +167,8 @@ class DeviceInputMaker:
         return inputs
 
     def ship(self, layouts: Sequence[StepLayout]) -> list[dict[str, torch.Tensor]]:
-        """Copies the rows of all passes of a step to the device, with all that the tables lack,
-        in one
-        copy.
+        """Copies the rows of all passes of a step to the device, with all that the tables lack, in
+        one copy.
 
         For each pass: the arguments of `prepare`, and the slots [R] i32 and positions [R] i64 of
         the tokens to sample.

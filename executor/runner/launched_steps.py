@@ -57,9 +57,8 @@ class PendingStep:
         is_plain: bool,
         wait: Callable[[], np.ndarray],
     ):
-        """`wait` returns the step's results [N] i32: tokens, or negative numbers where logits
-        were not
-        finite.
+        """`wait` returns the step's results [N] i32: tokens, or negative numbers where logits were
+        not finite.
 
         is_plain: one pass of decodes that are all sampled.
         """
@@ -146,7 +145,14 @@ class StepLauncher:
         nothing, one = np.zeros(1, np.int64), np.ones(1, np.int64)
         self._tables.note_sampled_by_host(nothing)  # an empty run
         layout = StepLayout(
-            nothing, nothing, nothing, one, np.arange(2), one.astype(np.int32), 1, nothing
+            order=nothing,
+            slots=nothing,
+            num_computed=nothing,
+            query_lens=one,
+            query_start_loc=np.arange(2),
+            seq_lens=one.astype(np.int32),
+            num_decodes=1,
+            sampled_rows=nothing,
         )
         (columns,) = self._inputs.ship([layout])
         self._inputs.prepare(layout, columns)
@@ -179,10 +185,8 @@ class StepLauncher:
             self._batch.check_blocks(layout.slots, layout.seq_lens)
         counts = [len(layout.sampled_rows) for layout in layouts]
         starts = np.cumsum([0, *map(aligned, counts)]).tolist()
-        # of this step
-        results = torch.empty(
-            max(WORDS_ALIGNED, starts[-1]), dtype=torch.int32, device=self._tables.device
-        )
+        size = max(WORDS_ALIGNED, starts[-1])
+        results = torch.empty(size, dtype=torch.int32, device=self._tables.device)
         passes = []
         for layout, columns, start, count in zip(
             layouts, self._inputs.ship(layouts), starts, counts
@@ -198,8 +202,8 @@ class StepLauncher:
         return step
 
     def _lay_out(self, scheduler_output: SchedulerOutput) -> list[StepLayout]:
-        """The tokens of the step and of each lookahead pass: decodes of the rows with tokens
-        left.
+        """The layouts of the step and of each lookahead pass, which decodes the rows that still
+        want tokens.
         """
         num_tokens = self._batch.num_tokens
         wanted = np.array(scheduler_output.num_lookahead_tokens, np.int64)
@@ -212,18 +216,17 @@ class StepLauncher:
             rows = rows[wanted[rows] > number]
             if not len(rows):
                 break
-            num_computed, ones = num_tokens[slots[rows]] + number, np.ones(len(rows), np.int64)
-            every, starts = np.arange(len(rows)), np.arange(len(rows) + 1)
+            num_computed = num_tokens[slots[rows]] + number
             layouts.append(
                 StepLayout(
-                    rows,
-                    slots[rows],
-                    num_computed,
-                    ones,
-                    starts,
-                    (num_computed + 1).astype(np.int32),
-                    len(rows),
-                    every,
+                    order=rows,
+                    slots=slots[rows],
+                    num_computed=num_computed,
+                    query_lens=np.ones(len(rows), np.int64),
+                    query_start_loc=np.arange(len(rows) + 1),
+                    seq_lens=(num_computed + 1).astype(np.int32),
+                    num_decodes=len(rows),
+                    sampled_rows=np.arange(len(rows)),
                 )
             )
         return layouts

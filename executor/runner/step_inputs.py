@@ -108,14 +108,14 @@ def lay_out(scheduler_output: SchedulerOutput, num_tokens: np.ndarray) -> StepLa
         np.cumsum(query_lens, out=query_start_loc[1:])
     seq_lens = (num_computed + query_lens).astype(np.int32)
     return StepLayout(
-        order,
-        slots,
-        num_computed,
-        query_lens,
-        query_start_loc,
-        seq_lens,
-        num_decodes,
-        np.flatnonzero(seq_lens >= num_tokens[slots]),  # greater with drafts
+        order=order,
+        slots=slots,
+        num_computed=num_computed,
+        query_lens=query_lens,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        num_decodes=num_decodes,
+        sampled_rows=np.flatnonzero(seq_lens >= num_tokens[slots]),  # greater with drafts
     )
 
 

@@ -249,9 +249,9 @@ class StepTracer:
 
     def take(self) -> dict[int, RankTrace]:
         """The recorded steps by their numbers."""
-        return {step: self._in_words(recorded) for step, recorded in self._steps.items()}
+        return {step: self._as_trace(recorded) for step, recorded in self._steps.items()}
 
-    def _in_words(self, recorded: _Recorded) -> RankTrace:
+    def _as_trace(self, recorded: _Recorded) -> RankTrace:
         kernels = [self._kernel(operation) for operation in recorded.operations]
         for run in recorded.runs:
             kernels += [self._call(call) for call in timed_calls(run)]
@@ -314,7 +314,7 @@ def _nothing(site: Site) -> None:
 
 
 def _on_host(operation: _Operation, origin: Any, begin_s: float) -> _Operation:
-    """With seconds in place of events."""
+    """The operation with seconds in place of events."""
     begin, end = (
         begin_s + origin.elapsed_time(event) / 1e3 for event in (operation.begin, operation.end)
     )
@@ -322,7 +322,7 @@ def _on_host(operation: _Operation, origin: Any, begin_s: float) -> _Operation:
 
 
 def _shapes(args: tuple[Any, ...]) -> list[tuple[torch.Size, torch.dtype] | None]:
-    """Shapes and dtypes of the tensors that the model is given: args as of Forward."""
+    """Shapes and dtypes of the tensors that the model gets. args: those of Forward."""
     tensors: list[Any] = []
     for name, value in zip(INPUTS, args):
         tensors += OF_METADATA(value) if name == "metadata" else [value]

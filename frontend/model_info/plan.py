@@ -285,10 +285,9 @@ def _flags_as_bfloat16(
     """The flags with which a model fits that does not in float32; empty if there are none."""
     if longest or config.model_config.dtype != "float32":
         return []
-    as_bfloat16 = {"dtype": "bfloat16"}
-    return make_plan(
-        EngineArgs(**vars(args) | as_bfloat16), memory_bytes, given | as_bfloat16
-    ).flags
+    as_bfloat16: dict[str, Any] = {"dtype": "bfloat16"}
+    changed = EngineArgs(**vars(args) | as_bfloat16)
+    return make_plan(changed, memory_bytes, given | as_bfloat16).flags
 
 
 def _bytes_of_draft(config: EngineConfig) -> tuple[int, int]:
@@ -414,7 +413,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
 
     Reads small files of the model only. A model in the hub cache needs no network.
     """
-    described = {
+    described: dict[str, Any] = {
         "model": str(find_description(args)),
         "tokenizer": None,
         "generation_config": "none",

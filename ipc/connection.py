@@ -115,8 +115,12 @@ class Connection:
         try:
             return self.codec.decode(frames)
         except BadFrameError:
-            self.num_bad_frames += 1
+            self.count_bad_frame()
             return None
+
+    def count_bad_frame(self) -> None:
+        """Counts a message that is dropped."""
+        self.num_bad_frames += 1
 
     def describe_death(self) -> str:
         """How a dead engine died, as far as this process can tell."""

@@ -269,7 +269,6 @@ class AnswerFormat:
     def parser(
         self,
         tools: list[dict[str, Any]] | None = None,
-        reasoning: bool = True,
         prompt_text: str = "",
         parallel_tool_calls: bool = True,
         calls_are_valid: bool = False,
@@ -278,14 +277,14 @@ class AnswerFormat:
         """Makes the parser of one completion.
 
         `tools` are in the form of OpenAI's chat API; their schemas give types that some formats do
-        not write. With None or [], no text is parsed as a call. `reasoning` False keeps reasoning
-        in the content, with its marks. `prompt_text` is the rendered prompt, whose end may begin
-        the reasoning. Without `parallel_tool_calls` only the first call is returned. With
-        `calls_are_valid`, for answers under the grammar of `forced`, arguments are passed on before
-        their call is whole. `continued` is the beginning of the answer, if the prompt ends with it.
+        not write. With None or [], no text is parsed as a call. `prompt_text` is the rendered
+        prompt, whose end may begin the reasoning. Without `parallel_tool_calls` only the first call
+        is returned. With `calls_are_valid`, for answers under the grammar of `forced`, arguments
+        are passed on before their call is whole. `continued` is the beginning of the answer, if the
+        prompt ends with it.
         """
         schemas = dict(functions_of(tools or []))
-        marks = self.reasoning_marks if reasoning else None
+        marks = self.reasoning_marks
         return AnswerParser(
             self.tool_format if tools else None,
             marks,

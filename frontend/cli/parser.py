@@ -311,9 +311,12 @@ def _choice(flag: Flag, kind: type) -> Callable[[str], Any]:
     """For argparse: converts text to one of the choices, accepting vLLM's spelling, too."""
 
     def convert(text: str) -> Any:
-        return kind(spelled(flag.name, text))
+        try:
+            return kind(spelled(flag.name, text))
+        except (TypeError, ValueError):
+            message = f"invalid {kind.__name__} value: {text!r}"
+            raise argparse.ArgumentTypeError(message) from None
 
-    convert.__name__ = kind.__name__  # argparse uses it in its message
     return convert
 
 

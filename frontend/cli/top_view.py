@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 WINDOW_S = 2.0  # interval over which rates are computed
@@ -76,7 +76,7 @@ def _figures(state: dict[str, Any]) -> Table:
     num_running = sum(request["state"] == "running" for request in requests)
     output, prompt, steps = rates(state)
     queries, hits = counters["prefix_cache_queries"], counters["prefix_cache_hits"]
-    grid = Table.grid(padding=(0, 3))
+    grid = Table.grid(Column(min_width=22), Column(min_width=22), Column(), padding=(0, 3))
     grid.add_row(
         _figure(output, "output tokens/s"),
         _figure(prompt, "prompt tokens/s"),
@@ -87,7 +87,6 @@ def _figures(state: dict[str, Any]) -> Table:
         _figure(len(requests) - num_running + state["num_queued"], "waiting"),
         _figure(counters["num_preemptions"], "preemptions"),
     )
-    grid.columns[0].min_width = grid.columns[1].min_width = 22
     share = f"{100 * hits / queries:.0f} %" if queries else "-"
     prefix_hits = Text.assemble((share, "bold"), " prefix hits")
     grid.add_row(prefix_hits, _figure(finished(counters), "finished"), Text())

@@ -214,7 +214,7 @@ class MPClient(EngineClient):
             message = self._connection.decode(frames)
             if isinstance(message, m.EngineCoreOutputs):
                 if message.number < self._num_outputs:  # it has been here before
-                    self._connection.num_bad_frames += 1
+                    self._connection.count_bad_frame()
                     continue
                 if message.number > self._num_outputs:
                     return self._end("messages of the engine were lost on their way")

@@ -95,7 +95,7 @@ class BeamSearchOutput:
 
 @dataclass(slots=True)
 class Beam:
-    """A running beam: its output tokens so far."""
+    """A running beam with its output tokens so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Beam:
 class BeamSearch:
     """The search for one prompt.
 
-    While not is_done: run `step_prompts` with `step_params`, and pass the outputs to `advance`.
+    Until is_done, run `step_prompts` with `step_params` and pass the outputs to `advance`.
     """
 
     def __init__(
@@ -197,7 +197,8 @@ class BeamSearch:
         """
         if not running or len(self.finished) < self.params.beam_width:
             return False
-        early_stopping, length_penalty = self.params.early_stopping, self.params.length_penalty
+        early_stopping = self.params.early_stopping
+        length_penalty = self.params.length_penalty
         best_length = (
             self.max_tokens if early_stopping == "never" and length_penalty > 0 else num_tokens
         )
@@ -212,7 +213,8 @@ class BeamSearch:
             return BeamSearchOutput([], self.error)
         for sequence in self.finished:
             if sequence.finish_reason == "stop" and not self.params.include_stop_str_in_output:
-                sequence.tokens, sequence.logprobs = sequence.tokens[:-1], sequence.logprobs[:-1]
+                sequence.tokens = sequence.tokens[:-1]
+                sequence.logprobs = sequence.logprobs[:-1]
             sequence.tokens = self.prompt_token_ids + sequence.tokens
             sequence.text = None if tokenizer is None else tokenizer.decode(sequence.tokens)
         return BeamSearchOutput(self.finished)

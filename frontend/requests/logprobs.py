@@ -83,11 +83,9 @@ class LogprobsReader:
         """
         width = columns.token_ids.shape[1]
         cells = slice(start * width, end * width)
-        ids, logprobs, ranks = (
-            _numbers(columns.token_ids)[cells],
-            _numbers(columns.logprobs)[cells],
-            _numbers(columns.ranks)[start:end],
-        )
+        ids = _numbers(columns.token_ids)[cells]
+        logprobs = _numbers(columns.logprobs)[cells]
+        ranks = _numbers(columns.ranks)[start:end]
         positions = []
         for i, rank in enumerate(ranks):
             row = slice(i * width, (i + 1) * width)

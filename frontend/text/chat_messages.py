@@ -59,13 +59,9 @@ def _content_text(content: Any, path: str) -> str:
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type", "text") if isinstance(part, dict) else None
-        text = (
-            part
-            if isinstance(part, str)
-            else part.get(TEXT_KEYS[kind])
-            if isinstance(kind, str) and kind in TEXT_KEYS
-            else None
-        )
+        text = part if isinstance(part, str) else None
+        if isinstance(kind, str) and kind in TEXT_KEYS:
+            text = part.get(TEXT_KEYS[kind])
         if not isinstance(text, str):
             raise InvalidParameterError(
                 f"{path}[{i}]",
@@ -113,7 +109,7 @@ def _arguments(arguments: Any, path: str) -> dict[str, Any] | str:
 
 
 def with_arguments_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that concatenate the arguments with text."""
+    """Serves templates that concatenate the arguments with text."""
 
     def as_text(call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"]["arguments"]
@@ -129,12 +125,12 @@ def with_arguments_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any
 
 
 def with_empty_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that fail on a message without content."""
+    """Serves templates that fail on a message without content."""
     return [m if "content" in m else {**m, "content": ""} for m in messages]
 
 
 def with_result_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that fail on a tool result without the name of its function."""
+    """Serves templates that fail on a tool result without the name of its function."""
     names: dict[str, str] = {}  # id of a call -> name of its function
     named = []
     for message in messages:
@@ -149,7 +145,7 @@ def with_result_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that accept only ids in Mistral's form."""
+    """Serves templates that accept only ids in Mistral's form."""
 
     def short(identifier: Any) -> str:
         return re.sub(r"[^A-Za-z0-9]", "", str(identifier))[-SHORT_ID_LENGTH:].rjust(
@@ -171,11 +167,13 @@ def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_function_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that write the id of a call and not its function: the ids become
+    """Serves templates that write the id of a call and not its function: the ids become
     functions.NAME:INDEX, with an index that counts on through the conversation, as Kimi's models
     write them.
     """
-    renamed, names, num_calls = [], {}, 0
+    renamed = []
+    names: dict[str, str] = {}  # id of a call -> its new id
+    num_calls = 0
     for message in messages:
         copy = dict(message)
         if "tool_calls" in copy:
@@ -194,13 +192,13 @@ def with_function_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_system_for_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that do not support OpenAI's newer role name."""
+    """Serves templates that do not support OpenAI's newer role name."""
     return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
 
 
 def further_instructions(messages: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The place and role of each instruction that is not the first message. The place is "leading"
-    where only instructions stand before it, else "late".
+    """Yields the place and role of each instruction that is not the first message. The place is
+    "leading" if only instructions stand before it, otherwise "late".
     """
     place = "leading"
     for i, message in enumerate(messages):
@@ -211,7 +209,7 @@ def further_instructions(messages: list[dict[str, Any]]) -> Iterator[tuple[str, 
 
 
 def with_one_instruction(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that refuse or drop further system messages: all of them become one."""
+    """Serves templates that refuse or drop further system messages: all of them become one."""
     instructions = [m for m in messages if m["role"] in INSTRUCTING]
     if not instructions:
         return messages
@@ -221,8 +219,8 @@ def with_one_instruction(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def with_instruction_for_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that refuse all system messages: the first message of the user begins
-    with the text.
+    """Serves templates that refuse all system messages: the user's first message begins with the
+    text.
     """
     if not any(m["role"] in INSTRUCTING and m.get("content") for m in messages):
         return messages
@@ -235,8 +233,8 @@ def with_instruction_for_user(messages: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def with_joined_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates in which user and assistant must alternate: neighbouring messages of the user
-    become one, as in Anthropic's API.
+    """Serves templates in which user and assistant must alternate: neighbouring messages of the
+    user become one, as in Anthropic's API.
     """
     joined: list[dict[str, Any]] = []
     for message in messages:
@@ -249,13 +247,14 @@ def with_joined_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_one_call(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that write only the first call of a message: one message per call, followed by
-    its result.
+    """Serves templates that write only the first call of a message: each call gets a message of its
+    own, followed by its result.
     """
     split: list[dict[str, Any]] = []
     i = 0
     while i < len(messages):
-        message, calls = messages[i], messages[i].get("tool_calls", ())
+        message = messages[i]
+        calls = message.get("tool_calls", ())
         i += 1
         if len(calls) < 2:
             split.append(message)
@@ -275,7 +274,7 @@ def with_one_call(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that read reasoning as `thinking`."""
+    """Serves templates that read reasoning as `thinking`."""
     return [
         {"content": "", "thinking": m["reasoning_content"], **m}
         if "reasoning_content" in m and m["role"] == "assistant"
@@ -285,7 +284,7 @@ def with_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_content_as_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that refuse a message with calls, content and `thinking`."""
+    """Serves templates that refuse a message with calls, content and `thinking`."""
     return [
         {**m, "content": "", "thinking": f"{m['thinking']}\n{m['content']}"}
         if "tool_calls" in m and m.get("thinking") and m.get("content")
@@ -295,7 +294,7 @@ def with_content_as_thinking(messages: list[dict[str, Any]]) -> list[dict[str, A
 
 
 def with_results_as_json(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that write results of tools as JSON. They would quote text that is JSON."""
+    """Serves templates that write results of tools as JSON. They would quote text that is JSON."""
 
     def value(content: str) -> Any:
         try:
@@ -311,7 +310,7 @@ def with_results_as_json(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def with_descriptions(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that fail on a tool without a description."""
+    """Serves templates that fail on a tool without a description."""
     return [
         {**t, "function": {**t["function"], "description": t["function"].get("description", "")}}
         for t in tools

@@ -6,6 +6,7 @@ Must not know: other replicas, requests.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 
 from ....ipc.errors import EngineDeadError
 from ....ipc.messages import EngineCoreOutputs
@@ -13,16 +14,17 @@ from ..client import EngineClient
 from ..journal import Journal
 
 
+@dataclass(slots=True, eq=False)
 class Replica:
     """One engine after the other, and the task that awaits their outputs."""
 
-    def __init__(self, index: int, client: EngineClient, journal: Journal):
-        self.index, self.client = index, client
-        self.journal = journal  # of its requests
-        self.reader: asyncio.Task[EngineCoreOutputs] | None = None
-        self.reports: set[asyncio.Task] = set()  # calls that others can answer
-        self.is_draining = False
-        self.failure: EngineDeadError | None = None  # it is lost
+    index: int
+    client: EngineClient
+    journal: Journal  # of its requests
+    reader: asyncio.Task[EngineCoreOutputs] | None = None
+    reports: set[asyncio.Task] = field(default_factory=set)  # calls that others can answer
+    is_draining: bool = False
+    failure: EngineDeadError | None = None  # it is lost
 
     @property
     def is_up(self) -> bool:

@@ -148,17 +148,15 @@ class Load:
     is_running: bool = False  # it has its first token
 
 
+@dataclass(slots=True, eq=False)
 class Owner:
     """One who has requests, and what they add to each replica."""
 
-    __slots__ = ("loads", "num_on", "num_prompts", "queued", "weight")
-
-    def __init__(self, num_replicas: int, weight: float):
-        self.weight = weight
-        self.num_prompts = 0  # that have not ended
-        self.num_on = [0] * num_replicas  # of these
-        self.queued = [0.0] * num_replicas  # tokens of prompts without a first token
-        self.loads = [0.0] * num_replicas  # as Router's bases
+    weight: float
+    num_on: list[int]  # prompts that have not ended, by replica
+    queued: list[float]  # tokens of prompts without a first token, by replica
+    loads: list[float]  # as Router's bases
+    num_prompts: int = 0  # that have not ended
 
 
 class Router:
@@ -201,7 +199,8 @@ class Router:
         keeps it until the last of them ends.
         """
         if owner not in self._owners:
-            self._owners[owner] = Owner(len(self._loads), weight)
+            num = len(self._loads)
+            self._owners[owner] = Owner(weight, [0] * num, [0.0] * num, [0.0] * num)
         self._owners[owner].num_prompts += 1
         if replica is None:
             replica, num_held = self.choose(keys, num_tokens, owner)

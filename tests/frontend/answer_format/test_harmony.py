@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -152,7 +153,7 @@ def test_disabled_parts_are_content() -> None:
     text = f"{THINK}{CALL}"
     assert parse(HARMONY, text, tools=[]) == ParsedAnswer('{"a": "b"}', "Hm.")
     kept = "<|channel|>analysis<|message|>Hm."
-    assert parse(HARMONY, text, reasoning=False) == ParsedAnswer(kept, "", [F])
+    assert parse(replace(HARMONY, reasoning_marks=None), text) == ParsedAnswer(kept, "", [F])
     only_reasoning = detect(TEMPLATES["harmony"], "none")
     assert parse(only_reasoning, text) == ParsedAnswer('{"a": "b"}', "Hm.")
     assert parse(detect(TEMPLATES["harmony"], "none", "none"), text) == ParsedAnswer(text)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given, settings
@@ -27,6 +27,7 @@ from quire.tests.frontend.answer_format.cuts import function, parse, parse_piece
 from quire.tests.frontend.answer_format.templates import TEMPLATES
 
 FORMAT = detect("<think> </think> <tool_call>")
+WITHOUT_REASONING = replace(FORMAT, reasoning_marks=None)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
 
 
@@ -56,7 +57,7 @@ def test_where_reasoning_begins_and_ends(prompt, text, answer) -> None:
 
 def test_disabled_parts_stay_content() -> None:
     text = f"<think>Hm.</think> Yes\n{CALL}"
-    assert parse(FORMAT, text, reasoning=False, prompt_text="<think>") == ParsedAnswer(
+    assert parse(WITHOUT_REASONING, text, prompt_text="<think>") == ParsedAnswer(
         "<think>Hm.</think> Yes", "", [ParsedToolCall("f", '{"a": "b"}')]
     )
     assert parse(FORMAT, text, tools=[]) == ParsedAnswer(f"Yes\n{CALL}", "Hm.")
@@ -192,7 +193,7 @@ def test_nothing_is_lost(data) -> None:
     of the calls.
     """
     text = data.draw(texts(FORMAT))
-    answer = collect(parse_pieces(FORMAT, [text], reasoning=False))
+    answer = collect(parse_pieces(WITHOUT_REASONING, [text]))
     if not answer.tool_calls:
         assert answer.content == text
     said = answer.content + "".join(call.name + call.arguments for call in answer.tool_calls)

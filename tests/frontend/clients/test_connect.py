@@ -20,7 +20,7 @@ def test_the_tokenizer_is_loaded_once_the_configuration_is_sent(monkeypatch):
     """Not before, because it would delay that; not later, because it takes as long as a start."""
     loaded = []
     monkeypatch.setattr(connect, "load_tokenizer", loaded.append)
-    monkeypatch.setattr(connect, "begin", run_at_once)
+    monkeypatch.setattr(connect, "start_in_thread", run_at_once)
     reported = []
     config = EngineArgs(load_format="dummy").create_engine_config()
     load = TokenizerLoad(config, lambda *stage: reported.append(stage))

@@ -99,7 +99,7 @@ class AsyncLLM(AsyncCalls):
         engine: str = "process",
         on_progress: Callable[[str, float], None] | None = None,
     ) -> AsyncLLM:
-        """As from_engine_args, without blocking the running loop.
+        """Does what from_engine_args does, without blocking the running loop.
 
         Raises the engine's own exception if it cannot start.
 
@@ -464,7 +464,7 @@ class AsyncLLM(AsyncCalls):
         self.session.telemetry.close()
 
     async def shutdown_async(self) -> None:
-        """As shutdown, without blocking the loop. A cancellation is raised when the shutdown is
+        """Shuts down without blocking the loop. A cancellation is raised when the shutdown is
         complete.
         """
         self._stop_reading()

@@ -95,7 +95,7 @@ class RequestSession:
         params: PoolingParams,
         **options: Any,
     ) -> list[ProcessedRequest]:
-        """As `process`, for requests that pool; see InputProcessor.process_batch."""
+        """Processes requests that pool; see InputProcessor.process_batch."""
         try:
             return self.input_processor.process_batch(request_ids, prompts, params, **options)
         except InvalidParameterError:

@@ -15,7 +15,8 @@ from ...ipc.lora import LoRARequest
 
 
 def placed(request: Any) -> LoRARequest:
-    """With an absolute path, if it is one of this process; a daemon may have another directory.
+    """Returns the request with an absolute path if this process finds the path: a daemon may have
+    another directory.
 
     Raises InvalidParameterError for another type.
     """
@@ -27,5 +28,7 @@ def placed(request: Any) -> LoRARequest:
 
 
 def to_reload(requests: list[LoRARequest | None]) -> list[LoRARequest]:
-    """Those with load_inplace, each once: they are loaded before the requests are submitted."""
+    """Returns the adapters with load_inplace, each once. They are loaded before the requests are
+    submitted.
+    """
     return list(dict.fromkeys(one for one in requests if one is not None and one.load_inplace))

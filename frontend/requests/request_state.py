@@ -68,7 +68,7 @@ class RequestState:
     pooled: Array | None = None
 
     def entries(self) -> list[tuple[EngineCoreRequest, list[int]]]:
-        """For each unfinished completion: its engine request and its output tokens so far.
+        """Returns the engine request and the output tokens so far of each unfinished completion.
 
         Another engine can continue the request from them. With n > 1 each completion becomes a
         request of its own with its own seed.

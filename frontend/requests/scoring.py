@@ -64,7 +64,9 @@ def pair_up(
 def score_prompts(
     task: str, first: Sequence[str], second: Sequence[str], pairs: Sequence[tuple[int, int]]
 ) -> list[Prompt]:
-    """What is computed for the pairs: each pair, or each text of `first`, then of `second`."""
+    """Returns what is computed for the pairs: each pair, or each text of `first`, then of
+    `second`.
+    """
     if task == "classify":
         return [{"prompt": first[i], "text_pair": second[j]} for i, j in pairs]
     return [*first, *second]

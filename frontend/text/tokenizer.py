@@ -141,7 +141,7 @@ class Tokenizer:
         )
 
     def decode_batch(self, batch: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
-        """As `decode`, for several sequences; releases the GIL."""
+        """Decodes several sequences; releases the GIL."""
         return self.backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)
 
     def token_to_id(self, token: str) -> int | None:
@@ -184,7 +184,7 @@ class Tokenizer:
 
 
 def stored_chat_templates(directory: str | Path) -> dict[str, str]:
-    """As Tokenizer.chat_templates, without loading the tokenizer. Raises ModelLoadError."""
+    """Reads Tokenizer.chat_templates without loading the tokenizer. Raises ModelLoadError."""
     path = Path(directory)
     beside = path.parent if is_gguf(path) else path
     stated = gguf_tokenizer_config(Vocabulary(read_gguf(path))) if is_gguf(path) else {}

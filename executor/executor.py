@@ -29,10 +29,10 @@ class PendingOutput(Protocol):
 class Executor(Protocol):
     """Runs a model on all its ranks, in one process or in several.
 
-    Life: load_model, determine_num_blocks, initialize_kv_cache, initialize_swap_space,
-    initialize_offload, then steps,
-    then shutdown. One thread calls all methods. An exception of a step is a failure of the engine;
-    a failure of one request is an entry in ModelRunnerOutput.errors.
+    Its methods are called in this order: load_model, determine_num_blocks, initialize_kv_cache,
+    initialize_swap_space, initialize_offload, then steps, then shutdown. One thread calls all of
+    them. An exception of a step is a failure of the engine; a failure of one request is an entry in
+    ModelRunnerOutput.errors.
     """
 
     def load_model(self, report: Callable[[str, float], None]) -> None:

@@ -1,9 +1,9 @@
-"""Ranks that are processes of this machine: how they are started, reached, watched and ended.
+"""Starts, reaches, watches and ends ranks that are processes of this machine.
 
-Must not know: what is said to them.
+Must not know: what a message holds.
 
-All ranks are children, the first one too: then this process outlives whichever rank dies, and
-reports why. Messages go to all ranks through one ring in shared memory, replies come back through
+All ranks are children, the first one too: this process outlives any rank that dies, and reports
+why. Messages go to all ranks through one ring in shared memory, replies come back through
 one ring for each rank.
 """
 
@@ -25,8 +25,8 @@ from ...ipc.process import ChildProcess
 from .messages import RankEnds
 from .ring import GroupEnds, RingEnds, RingReader, RingWriter, StageEnds, make_event, set_off
 
-# How long a rank polls for another one's part before it sleeps: about the cost of sleeping and
-# being woken, and almost nothing where that one may need this core.
+# How long a rank polls for another one's part before it sleeps: about the cost of a sleep and a
+# wake-up, and almost nothing where the other rank may need this core.
 AWAKE_S, AWAKE_ON_SHARED_CORE_S = 50e-6, 1e-6
 
 

@@ -32,8 +32,8 @@ from ..sampling.prompt_logprobs import PromptScorer
 from ..sampling.sampler import Sampler
 from .block_mover import BlockMover
 from .bursts import Bursts, BurstStep
-from .cuda_graphs import GraphedStep
-from .device_inputs import DeviceInputMaker, DeviceTables, Tensors
+from .cuda_graphs import GraphedStep, Tensors
+from .device_inputs import DeviceInputMaker, DeviceTables
 from .launched_steps import LaunchedSteps, StepLauncher
 from .look_ahead import LookAhead
 from .model_runner import ModelRunner

@@ -178,8 +178,7 @@ class GraphedStep:
             )
 
             def step() -> Tensors:
-                # values that the run before the capture has derived would not be derived by a
-                # replay
+                # a replay would not derive again what the run before the capture has derived
                 for group in (metadata, *metadata.groups):
                     group.scratch.clear()
                 with self._padded(self._slot_mapping[0, :size]):

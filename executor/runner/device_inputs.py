@@ -23,12 +23,12 @@ from ...ipc.step_messages import SchedulerOutput
 from ...kernels.ops import make_metadata
 from ..device import packed
 from ..input_batch import InputBatch
+from .cuda_graphs import Tensors
 from .step_inputs import StepInputs, StepLayout, lay_out
 
 NUM_PARAMETERS = 8  # words of a slot, see gather_sampling_parameters, which reads the first six
 ADAPTER = 6  # the word with the place of the slot's LoRA adapter, or -1
 WORDS_ALIGNED = 4  # table rows are aligned to 16 bytes
-Tensors = tuple[torch.Tensor, ...]
 
 
 class DeviceTables:
@@ -87,8 +87,7 @@ class DeviceTables:
 
     def ship(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Copies the arrays to the device and updates the tables: one copy, and one launch if
-        anything
-        differs.
+        anything differs.
         """
         runs, batch = self._unsent_runs, self.batch
         for slot, start in self._unsent_tokens.items():

@@ -72,9 +72,8 @@ class TokenCounts:
         self.num_seen[slots] += 1
 
     def of(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The tokens of all `slots` [R], concatenated: index into `slots` [N] i64, token ids
-        [N] i64,
-        counts [N] i32.
+        """The tokens of all `slots` [R], concatenated: index into `slots` [N] i64, token ids [N]
+        i64, counts [N] i32.
         """
         width = int(self.num_ids[slots].max())
         held = np.arange(width) < self.num_ids[slots][:, None]

@@ -102,7 +102,7 @@ class DraftDepth:
         self.most = most
         self._batch = batch
         self._cost, self._draft_costs = costs, draft_costs
-        # What a text repeats says nothing about the next one, how well a model drafts does.
+        # What one text repeats says nothing about the next text; how well a model drafts does.
         self._prior = PRIOR
         num_slots = len(batch.num_tokens)
         # by slot; numbers of Python, which are read one by one
@@ -114,7 +114,7 @@ class DraftDepth:
         self._idle_step: tuple[int, int, int] | None = None
 
     def choose(self, scheduler_output: SchedulerOutput) -> list[int]:
-        """Of each row. Rows without lookahead tokens get none."""
+        """The number of drafts of each row. Rows without lookahead tokens get none."""
         slots, allowed = scheduler_output.slots, scheduler_output.num_lookahead_tokens
         num_tokens = scheduler_output.total_num_scheduled_tokens
         base = len(slots) / self._cost(num_tokens)
@@ -182,7 +182,7 @@ class DraftDepth:
         return passes + HOST_S + (DRAFTING_S if costs is not None and num_rows else 0.0)
 
     def _probability(self, slot: int) -> float:
-        """That a draft of the request in this slot is accepted."""
+        """The probability that a draft of the request in this slot is accepted."""
         entry = int(self._batch.entries[slot])
         if self._entries[slot] != entry:
             self._entries[slot] = entry

@@ -17,7 +17,7 @@ from .proposers import NOTHING, Proposer
 
 
 class Drafter(Protocol):
-    # Whether it has to see every pass of the model; one that does not is never shown any.
+    # Whether it has to see every pass of the model. A drafter that does not is shown none.
     sees_every_pass: bool
 
     def enter(self, slot: int, num_computed: int) -> None:

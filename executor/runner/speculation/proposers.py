@@ -1,4 +1,4 @@
-"""Drafts of the tokens that may come next.
+"""Proposes tokens that may come next, as drafts.
 
 Must not know: the model, how a draft is verified, requests beyond their tokens.
 """
@@ -16,8 +16,8 @@ NOTHING = np.empty(0, np.int32)
 class Proposer(Protocol):
     def propose(self, token_ids: np.ndarray, num_tokens: int, salt: Hashable) -> np.ndarray:
         """token_ids [N] i32, prompt and output of one request -> at most `num_tokens` that may
-        follow; none where there is nothing to go by. salt: only text of requests with an
-        equal one may be seen; None: of those that have none.
+        follow, or none where no text suggests any. salt: only text of requests with an equal one
+        may be seen; None: of those that have none.
         """
         ...
 

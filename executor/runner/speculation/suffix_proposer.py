@@ -1,4 +1,4 @@
-"""Drafts by what followed the last tokens in this request and in earlier outputs (Oliaro et al.
+"""Proposes what followed the last tokens in this request and in earlier outputs (Oliaro et al.
 2024, SuffixDecoding).
 
 Must not know: the model, how a draft is verified, requests beyond their tokens.

@@ -58,10 +58,11 @@ def _content_text(content: Any, path: str) -> str:
     require_kind(isinstance(content, list), path, "a string, null or a list of parts", content)
     texts = []
     for i, part in enumerate(content):
-        kind = part.get("type", "text") if isinstance(part, dict) else None
-        text = part if isinstance(part, str) else None
-        if isinstance(kind, str) and kind in TEXT_KEYS:
-            text = part.get(TEXT_KEYS[kind])
+        text = part
+        if isinstance(part, dict):
+            kind = part.get("type", "text")
+            is_known = isinstance(kind, str) and kind in TEXT_KEYS
+            text = part.get(TEXT_KEYS[kind]) if is_known else None
         if not isinstance(text, str):
             raise InvalidParameterError(
                 f"{path}[{i}]",

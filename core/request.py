@@ -43,7 +43,7 @@ class RequestStatus(IntEnum):
     FINISHED_TIMEOUT = 8
 
 
-_FINISHED_STATUS = {
+FINISHED_STATUS = {
     FinishReason.STOP: RequestStatus.FINISHED_STOPPED,
     FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH,
     FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
@@ -184,7 +184,8 @@ class Request:
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.min_tokens = params.min_tokens
         most = max_model_len - self.num_prompt_tokens
-        self.max_output_tokens = min(resolved(params.max_tokens), most)
+        assert params.max_tokens is not None  # arrivals.py refuses None
+        self.max_output_tokens = min(params.max_tokens, most)
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -231,9 +232,6 @@ class Request:
                 self.stop_reason = token_id
                 return FinishReason.STOP
         return FinishReason.LENGTH if num_output_tokens >= self.max_output_tokens else None
-
-    def finish(self, reason: FinishReason) -> None:
-        self.status = _FINISHED_STATUS[reason]
 
     def note_preemption(self, now: float) -> None:
         """Records a preemption in the request's times."""

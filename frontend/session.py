@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -37,6 +37,7 @@ from .requests.prompts import Prompt
 from .telemetry.stats import Telemetry
 
 if TYPE_CHECKING:
+    from .requests.request_state import RequestState
     from .trace.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -67,8 +68,9 @@ class RequestSession:
         eos_ids = find_eos_ids(model_config, own_eos_id)
         self.input_processor = InputProcessor(config, self.tokenizer, eos_ids)
         self.telemetry = Telemetry(config, client.is_shared)
+        requests = cast("dict[str, RequestState]", client.journal.requests)
         self.output_processor = OutputProcessor(
-            self.tokenizer, client.ready.epoch, self.telemetry.finish, client.journal.requests
+            self.tokenizer, client.ready.epoch, self.telemetry.finish, requests
         )
         self.num_inputs_refused = 0
         self._trace: Trace | None = None  # that is being recorded

@@ -87,24 +87,6 @@ class EngineCounters(msgspec.Struct):
     ] = 0
     num_finished_timeout: Annotated[int, "Requests that ended at their timeout_s."] = 0
 
-    def count_end(self, reason: str) -> None:
-        """Counts the end of an accepted request, by the name of a FinishReason; refused requests
-        count in num_requests_refused only.
-        """
-        match reason:
-            case "stop":
-                self.num_finished_stop += 1
-            case "length":
-                self.num_finished_length += 1
-            case "abort":
-                self.num_finished_abort += 1
-            case "error":
-                self.num_finished_error += 1
-            case "timeout":
-                self.num_finished_timeout += 1
-            case _:
-                raise ValueError(reason)
-
     def count_drafts(self, num_drafted: Sequence[int], num_accepted: Sequence[int]) -> None:
         """Counts the drafts of a step: of each, its tokens and those that were accepted."""
         self.num_drafts += len(num_drafted)

@@ -24,7 +24,7 @@ from ...ipc.messages import EngineCoreRequest, FinishReason
 from ..forks import Family
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..lora_slots import Adapter, LoraSlots
-from ..request import Request, RequestStatus, split
+from ..request import FINISHED_STATUS, Request, RequestStatus, split
 from .owners import WaitingQueue
 from .preemption import PreemptionPolicy
 
@@ -265,8 +265,8 @@ class SchedulerState:
         self.waiting.leave(request.owner)
         if self.limits.uses_loras and (unused := self.lora_slots.leave(request.adapter)):
             self.unused_adapters.append(unused)
-        request.finish(reason)
-        self.counters.count_end(str(reason))
+        request.status = FINISHED_STATUS[reason]
+        count_end(self.counters, reason)
 
     def _release_slot(self, request: Request) -> None:
         if request.slot is not None:
@@ -370,3 +370,18 @@ class SchedulerState:
 
     def reset_prefix_cache(self) -> bool:
         return self.kv_cache_manager.reset_prefix_cache()
+
+
+def count_end(counters: EngineCounters, reason: FinishReason) -> None:
+    """Counts the end of an accepted request; refused ones count in num_requests_refused only."""
+    match reason:
+        case FinishReason.STOP:
+            counters.num_finished_stop += 1
+        case FinishReason.LENGTH:
+            counters.num_finished_length += 1
+        case FinishReason.ABORT:
+            counters.num_finished_abort += 1
+        case FinishReason.ERROR:
+            counters.num_finished_error += 1
+        case FinishReason.TIMEOUT:
+            counters.num_finished_timeout += 1

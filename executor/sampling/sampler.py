@@ -67,8 +67,8 @@ class Sampler:
         A token depends only on its row, its request's parameters and tokens, its seed and its
         position. See logits_stages.py for the order of the stages.
         """
-        largest = largest or self.ops.argmax(logits)
-        token_ids, is_finite = (column.numpy(force=True) for column in largest)
+        found = largest or self.ops.argmax(logits)
+        token_ids, is_finite = (column.numpy(force=True) for column in found)
         errors: dict[int, RowError] = {}
         logprobs: list[SlotLogprobs] = []
         raw_logits = None

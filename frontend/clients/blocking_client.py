@@ -31,9 +31,9 @@ class BlockingClient(EngineClient):
     is_replacing = property(attrgetter("client.is_replacing"))  # type: ignore[assignment]
     num_bad_frames = property(attrgetter("client.num_bad_frames"))  # type: ignore[assignment]
     num_rejected_peers = property(attrgetter("client.num_rejected_peers"))  # type: ignore[assignment]
-    standby_is_ready = property(attrgetter("client.standby_is_ready"))
+    standby_is_ready = property(attrgetter("client.standby_is_ready"))  # type: ignore[assignment]
     engine_pid = property(attrgetter("client.engine_pid"))  # type: ignore[assignment]
-    num_engines = property(attrgetter("client.num_engines"))
+    num_engines = property(attrgetter("client.num_engines"))  # type: ignore[assignment]
     engines_up = property(attrgetter("client.engines_up"))  # type: ignore[assignment]
     begin_drain = property(attrgetter("client.begin_drain"))  # type: ignore[assignment]
 

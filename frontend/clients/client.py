@@ -79,7 +79,11 @@ class EngineClient(ABC):
     engine_pid = 0  # of the engine's process, if it is another one; of the first of several
     was_hung = False  # it was ended because it did not finish a step
     was_released = False  # a daemon has made room for another client
-    exit_signal: signal.Signals | None = None  # that has ended the engine's process
+
+    @property
+    def exit_signal(self) -> signal.Signals | None:
+        """The signal that has ended the engine's process, if one did."""
+        return None
 
     def begin_drain(self) -> None:  # noqa: B027
         """The program ends soon: an engine that dies is replaced only for requests."""

@@ -319,7 +319,8 @@ class InprocClient(EngineClient):
             if self._engine.death is not None:
                 raise self._engine.death
             core.drain()
-            return [function(core.executor.model)]
+            worker: Any = core.executor  # there are no ranks
+            return [function(worker.model)]
 
     def _begin_call(self, method: str, args: tuple) -> Future:
         return self._engine.begin_call(m.UtilityCall(0, method, list(args)), result_of)

@@ -19,6 +19,7 @@ class Unfinished(Protocol):
 
     def entries(self) -> list[Entry]:
         """Of each unfinished completion, from which another engine can continue it."""
+        ...
 
 
 class Journal:

@@ -2,7 +2,6 @@
 its reason.
 """
 
-import pytest
 from msgspec import structs
 from quire.ipc.counters import (
     TEXTS,
@@ -11,7 +10,6 @@ from quire.ipc.counters import (
     SchedulerStats,
     make_stats,
 )
-from quire.ipc.messages import FinishReason
 
 GAUGES = ["num_running", "num_waiting", "num_swapped", "num_free_blocks", "num_blocks"]
 
@@ -23,15 +21,6 @@ def test_each_counter_is_a_field_of_the_statistics_before_the_gauges() -> None:
     gauges = {name: i for i, name in enumerate(GAUGES)}
     stats = make_stats(*structs.astuple(counters), *gauges.values())
     assert structs.asdict(stats) == structs.asdict(counters) | gauges
-
-
-@pytest.mark.parametrize("reason", FinishReason)
-def test_a_finished_request_is_counted_once_under_its_reason(reason: FinishReason) -> None:
-    counters = EngineCounters()
-    counters.count_end(str(reason))
-    assert {name: value for name, value in structs.asdict(counters).items() if value} == {
-        f"num_finished_{reason}": 1
-    }
 
 
 def test_every_counter_has_a_sentence() -> None:

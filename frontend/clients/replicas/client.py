@@ -89,7 +89,8 @@ class ReplicasClient(EngineClient):
         self._waiter: asyncio.Future | None = None
         self._waves: WaveCoordinator | None = None
         if shares_experts(config):
-            self._waves = WaveCoordinator([one.client for one in self._replicas])
+            engines: list[Any] = [one.client for one in self._replicas]  # they have start_wave
+            self._waves = WaveCoordinator(engines)
         self._utilities = Utilities(
             self._replicas, router, self._lose, self._raise_if_over, self._waves
         )

@@ -23,9 +23,9 @@ class Reasoning(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
-    """Tool call number `index` of this answer begins.
+    """Begins tool call number `index` of this answer.
 
-    Its arguments follow before the next call starts. `id`: the model's own, if it writes any.
+    Its arguments follow before the next call starts. `id` is the model's own, if it writes any.
     """
 
     index: int
@@ -53,7 +53,7 @@ class ParsedToolCall(msgspec.Struct):
 
 
 class ParsedAnswer(msgspec.Struct):
-    """All parts together: the content of an answer that is not streamed."""
+    """All parts together: they are the content of an answer that is not streamed."""
 
     content: str = ""
     reasoning: str = ""

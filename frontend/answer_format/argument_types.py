@@ -55,7 +55,9 @@ LITERAL_NAMES = {"true": True, "false": False, "null": None}
 
 
 def allowed_types(schema: Any, root: dict[str, Any], depth: int = 0) -> frozenset[str]:
-    """JSON's names of the types that a schema allows; empty if it does not say."""
+    """Returns JSON's names of the types that a schema allows; the result is empty if it does not
+    say.
+    """
     if not isinstance(schema, dict) or depth > MAX_REFERENCES:
         return frozenset()
     stated = schema.get("type")
@@ -79,7 +81,7 @@ def allowed_types(schema: Any, root: dict[str, Any], depth: int = 0) -> frozense
 
 
 def _referred(reference: Any, root: dict[str, Any]) -> Any:
-    """The target of a "#/…" reference within the schema; None for any other reference."""
+    """Returns the target of a "#/…" reference within the schema, and None for any other reference."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     found: Any = root
@@ -93,9 +95,10 @@ def _referred(reference: Any, root: dict[str, Any]) -> Any:
 
 
 def plain_arguments(schema: dict[str, Any]) -> dict[str, tuple[dict[str, Any], bool]] | None:
-    """Each argument's schema (with the definitions it may refer to), and whether it is required.
+    """Returns each argument's schema (with the definitions it may refer to), and whether it is
+    required.
 
-    None if the function's schema demands more, or has names that no call can write.
+    Returns None if the function's schema demands more, or has names that no call can write.
     """
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if (
@@ -115,8 +118,8 @@ def plain_arguments(schema: dict[str, Any]) -> dict[str, tuple[dict[str, Any], b
 
 
 def can_stand_alone(schema: dict[str, Any], types: frozenset[str]) -> bool:
-    """Whether a value can be written without quotes: `to_json` then returns what was meant for any
-    text that follows the schema.
+    """Tells whether a value can be written without quotes: `to_json` then returns what was meant
+    for any text that follows the schema.
     """
     if types != {"string"}:
         return bool(types) and "string" not in types
@@ -127,7 +130,9 @@ def can_stand_alone(schema: dict[str, Any], types: frozenset[str]) -> bool:
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """The JSON of an argument: the literal, if its type is allowed, else the text as a string."""
+    """Returns the JSON of an argument: the literal, if its type is allowed, else the text as a
+    string.
+    """
     if types == {"string"}:
         return json_of(text)
     try:
@@ -160,7 +165,7 @@ def _refuse(name: str) -> None:
 
 
 def _value_of(node: ast.expr) -> Any:
-    """Accepts only what JSON can express; names only as JSON writes its constants."""
+    """Accepts only what JSON can express, and names only as JSON writes its constants."""
     if (
         isinstance(node, ast.Constant)
         and type(node.value) in TYPE_NAMES

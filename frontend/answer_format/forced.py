@@ -20,7 +20,7 @@ SPACE = r"[ \n]{0,4}"  # whitespace that a model may write after its reasoning
 
 
 def functions_of(tools: list[dict[str, Any]]) -> Functions:
-    """Names and schemas of tools in the form of OpenAI's chat API."""
+    """Returns the names and schemas of tools in the form of OpenAI's chat API."""
     return [(tool["function"]["name"], tool["function"].get("parameters") or {}) for tool in tools]
 
 
@@ -32,10 +32,10 @@ def write_json_calls(
     after: str,
     frame: tuple[str, str, str] = ("", "", ""),
 ) -> str:
-    """A grammar for calls that consist of a text with the name, the JSON of the arguments, and
-    a text.
+    """Writes a grammar for calls that consist of a text with the name, the JSON of the arguments,
+    and a text.
 
-    `frame`: the text before the first call, between two calls, and after the last.
+    `frame` is the text before the first call, between two calls, and after the last.
     """
     calls = [
         f"{grammar.literal(before(name))} {grammar.arguments(schema)} {grammar.literal(after)}"
@@ -47,7 +47,7 @@ def write_json_calls(
 def write_json_call(
     grammar: GrammarText, name: str, schema: dict[str, Any], argument_key: str, closing: str = "}"
 ) -> str:
-    """A grammar for a call as one JSON object."""
+    """Writes a grammar for a call as one JSON object."""
     before = grammar.literal(f'{{"name": {json.dumps(name)}, "{argument_key}": ')
     return f"{before} {grammar.arguments(schema)} {grammar.literal(closing)}"
 
@@ -61,15 +61,15 @@ def write_repeated(
 
 
 def write_listed(grammar: GrammarText, written: list[tuple[str, bool]], comma: str) -> str:
-    """A grammar for arguments with commas between them, each with whether it is required: the
-    required ones, then any of the others in their order.
+    """Writes a grammar for arguments with commas between them, each with whether it is required.
+    The required ones come first, then any of the others in their order.
     """
     between = grammar.literal(comma)
     required = [text for text, is_required in written if is_required]
     optional = [text for text, is_required in written if not is_required]
     if required:
         return f" {between} ".join(required) + "".join(f" ({between} {text})?" for text in optional)
-    # one line for each argument that may come first
+    # There is one line for each argument that may come first.
     firsts = [
         " ".join([text, *(f"({between} {later})?" for later in optional[i + 1 :])])
         for i, text in enumerate(optional)
@@ -80,7 +80,7 @@ def write_listed(grammar: GrammarText, written: list[tuple[str, bool]], comma: s
 def write_after_reasoning(
     grammar: GrammarText, answer: str, marks: ReasoningMarks | None, prompt_text: str
 ) -> str:
-    """The answer, preceded by reasoning if the prompt begins or allows it."""
+    """Writes the answer, preceded by reasoning if the prompt begins or allows it."""
     if marks is None or marks.is_closed_at_end_of(prompt_text):
         return answer
     after = grammar.literal(marks.next_message) if marks.next_message else grammar.regex(SPACE)
@@ -92,7 +92,7 @@ def write_after_reasoning(
 
 
 def write_structure(grammar: GrammarText, params: StructuredOutputsParams) -> str:
-    """The structure that `params` ask for, as part of a larger grammar."""
+    """Writes the structure that `params` ask for, as part of a larger grammar."""
     if params.json is not None or params.json_object:
         schema = params.json if params.json is not None else {"type": "object"}
         schema = json.loads(schema) if isinstance(schema, str) else schema

@@ -41,8 +41,8 @@ class ToolRow:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All of them occur in the templates of models with this format: `texts`, or else the mark
-        before its calls.
+        """Returns marks that all occur in the templates of models with this format: `texts`, or
+        else the mark before its calls.
         """
         return self.texts or tuple(filter(None, [self.format.start]))
 
@@ -117,7 +117,7 @@ TOOL_FORMATS = (
     ToolRow("glm47", TaggedCalls(*GLM, padding=""), ("<tool_call>", "</arg_key><arg_value>")),
     ToolRow("glm45", TaggedCalls(*GLM, between_key_and_value="\n"), ("<tool_call>", "<arg_key>")),
     ToolRow("minimax_m2", TaggedCalls(*MINIMAX)),
-    # templates build the marks from the token
+    # Templates build the marks from the token.
     ToolRow("deepseek_v32", DSML_V32, ("｜DSML｜", "function_calls")),
     ToolRow("deepseek_v4", DSML_V4, ("｜DSML｜",)),
     ToolRow("gemma4", GemmaCalls()),
@@ -135,14 +135,14 @@ TOOL_FORMATS = (
     ToolRow("mistral", MistralCalls()),
     ToolRow("phi4_mini", PHI, ("<|tool|>", "<|/tool|>")),
     ToolRow("phi4_mini", PHI, ("functools[",)),
-    # since 3.1 the models write the second mark, whose token is no special one
+    # Since 3.1, Granite's models write the second mark, whose token is no special one.
     ToolRow("granite", JsonCalls(("<|tool_call|>", "<tool_call>"), is_list=True)),
     ToolRow("lfm2", LFM2),
-    # its first templates show how tools are listed, not how they are called
+    # LFM2's first templates show how tools are listed, not how they are called.
     ToolRow("lfm2", LFM2, ("<|tool_list_start|>",)),
     ToolRow("lfm2", LFM2, ("List of tools: [", "<|im_start|>")),
     ToolRow("olmo3", PythonCalls(("<function_calls>",), "</function_calls>", call_per_line=True)),
-    # Jamba, Hunyuan, MiniMax-M1
+    # Jamba, Hunyuan and MiniMax-M1 use this format.
     ToolRow("tool_calls", JsonCalls(("<tool_calls>",), "</tool_calls>", is_list=True)),
     ToolRow("nemotron", JsonCalls(("<TOOLCALL>",), "</TOOLCALL>", is_list=True)),
     ToolRow(
@@ -171,7 +171,7 @@ REASONING_FORMATS = {
     "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>"),
 }
 
-# vLLM's names for formats that have another name here.
+# These are vLLM's names for formats that have another name here.
 TOOL_ALIASES = {
     "granite4": "hermes",
     "hunyuan_a13b": "tool_calls",
@@ -216,20 +216,21 @@ class AnswerFormat:
     reasoning_name: str | None
     reasoning_marks: ReasoningMarks | None
     tokenizer: Tokenizer | None = None
-    # one answer may have several; False if the template cannot write them into the next prompt
+    # Whether one answer may have several calls. It is False if the template cannot write them into
+    # the next prompt.
     parallel_calls: bool = True
     why_no_tools: str = "cannot be used: this model has no format for calls"
 
     def require_tools(self) -> ToolFormat:
-        """The model's tool format. Raises InvalidParameterError if it has none."""
+        """Returns the model's tool format. Raises InvalidParameterError if it has none."""
         if self.tool_format is None:
             raise InvalidParameterError("tools", self.why_no_tools)
         return self.tool_format
 
     @property
     def skip_special_tokens(self) -> bool:
-        """The value that SamplingParams need: False if marks that the parser must see are, or
-        may be, special tokens.
+        """Returns the value that SamplingParams need. It is False if marks that the parser must see
+        are, or may be, special tokens.
         """
         marks: list[str] = []
         for format_or_marks in (self.tool_format, self.reasoning_marks):
@@ -247,8 +248,8 @@ class AnswerFormat:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Tokens that end an answer of this format, whether or not the model's configuration lists
-        them among its end-of-sequence tokens.
+        """Returns the tokens that end an answer of this format, whether or not the model's
+        configuration lists them among its end-of-sequence tokens.
         """
         ends = ANSWER_ENDS if self.is_harmony else ()
         if not ends and self.tool_format is not None:
@@ -258,7 +259,7 @@ class AnswerFormat:
         return [i for i, text in self.tokenizer.added_tokens.items() if text in ends]
 
     def adapt(self, params: SamplingParams) -> SamplingParams:
-        """`params` with the marks in the text, and with the ends of an answer."""
+        """Returns `params` with the marks in the text, and with the ends of an answer."""
         if not self.skip_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         if (ends := self.stop_token_ids) and not params.ignore_eos:
@@ -297,8 +298,8 @@ class AnswerFormat:
         )
 
     def prompt_before(self, prompt_text: str, continued: str) -> str:
-        """What `parser` and the grammars receive for a prompt that ends with the text of the
-        message to be continued: that reasoning is open, if the message leaves it open.
+        """Returns what `parser` and the grammars receive for a prompt that ends with the text of
+        the message to be continued: that reasoning is open, if the message leaves it open.
         """
         marks = self.reasoning_marks
         if marks is None or self.is_harmony or not marks.is_left_open_in(continued):
@@ -314,7 +315,7 @@ class AnswerFormat:
         prompt_text: str = "",
         compact_json: bool = False,
     ) -> StructuredOutputsParams | None:
-        """The structured output that forces the tool calls `tool_choice` asks for, in the
+        """Returns the structured output that forces the tool calls `tool_choice` asks for, in the
         model's own format.
 
         `tool_choice` is "required", or {"name": ...} for one of `tools`, possibly within
@@ -343,10 +344,11 @@ class AnswerFormat:
         prompt_text: str = "",
         compact_json: bool = False,
     ) -> StructuredOutputsParams | None:
-        """The structured output that constrains voluntary calls of `strict` tools to their schemas.
+        """Returns the structured output that constrains voluntary calls of `strict` tools to their
+        schemas.
 
-        Text between calls is free. None if no tool is strict, or if calls have no mark at their
-        start.
+        Text between calls is free. The result is None if no tool is strict, or if calls have no
+        mark at their start.
         """
         is_strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict")}
         if not is_strict or self.tool_format is None or not self.tool_format.start:
@@ -368,7 +370,7 @@ class AnswerFormat:
         parallel_tool_calls: bool = True,
         compact_json: bool = False,
     ) -> StructuredOutputsParams:
-        """The same structure for a model that may reason first, or call `tools` instead.
+        """Returns the same structure for a model that may reason first, or call `tools` instead.
 
         Without this the structure would begin within the reasoning, and no tool could be called.
         """
@@ -449,7 +451,9 @@ def detect(
 def _chosen(
     parameter: str, wanted: str, known: Collection[str], detected: Iterator[str]
 ) -> str | None:
-    """The name `wanted`, or for "auto" the first detected one. None: "none", or none detected."""
+    """Returns the name `wanted`, or for "auto" the first detected one. It returns None for "none",
+    or if none is detected.
+    """
     if wanted in (AUTO, NONE):
         return next(detected, None) if wanted == AUTO else None
     if wanted not in known:
@@ -460,7 +464,7 @@ def _chosen(
 
 
 def _why_no_tools(traits: TemplateTraits | None, tool_call_parser: str) -> str:
-    """The reason why no format was found."""
+    """Returns the reason why no format was found."""
     if tool_call_parser == NONE:
         return "are disabled (tool_call_parser is none)"
     if traits is None:
@@ -477,6 +481,6 @@ def _why_no_tools(traits: TemplateTraits | None, tool_call_parser: str) -> str:
 def _written_calls(
     tool_format: ToolFormat, grammar: GrammarText, functions: Functions, parallel: bool
 ) -> str:
-    """A grammar expression for calls with the mark before the first."""
+    """Writes a grammar expression for calls with the mark before the first."""
     calls = tool_format.write(grammar, functions, parallel)
     return f"{grammar.literal(tool_format.start)} {calls}"

@@ -45,7 +45,7 @@ class GemmaCalls(ToolFormat):
         return self._write_object(grammar, schema) or grammar.arguments(schema)
 
     def _write_object(self, grammar: GrammarText, schema: dict[str, Any]) -> str | None:
-        """None where only JSON can follow the schema."""
+        """Returns None where only JSON can follow the schema."""
         properties = plain_arguments(schema)
         if properties is None:
             return None

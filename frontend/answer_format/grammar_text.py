@@ -12,7 +12,7 @@ from typing import Any
 
 from ...ipc.json_schemas import OPEN_KEYWORDS
 
-# Separators of Python's json.dumps, which most chat templates use.
+# These are the separators of Python's json.dumps, which most chat templates use.
 USUAL_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_SPACING = {"whitespace_flexible": False}
 ANY_TEXT = "/(?s:.*)/"
@@ -22,7 +22,7 @@ class GrammarText:
     """`added_tokens` (text -> id) are matched as tokens in the marks of a format (`literal`), as
     models are trained, and as characters in what a request states (`text`, `regex`, `json`).
 
-    `compact_json`: the JSON of `json` and `arguments` has no whitespace.
+    With `compact_json`, the JSON of `json` and `arguments` has no whitespace.
     """
 
     def __init__(self, added_tokens: Mapping[str, int], compact_json: bool = False):
@@ -56,7 +56,7 @@ class GrammarText:
         return self.rule(" | ".join(expressions))
 
     def regex(self, pattern: str) -> str:
-        """Text that matches completely."""
+        """Matches a text that the whole pattern matches."""
         escaped = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", pattern, flags=re.DOTALL)
         return self.rule(f"/{escaped}/".replace("\n", r"\n"))
 
@@ -64,7 +64,7 @@ class GrammarText:
         return f"%json {json.dumps({**schema, 'x-guidance': self._spacing})}"
 
     def arguments(self, schema: dict[str, Any]) -> str:
-        """An object for a function with this schema.
+        """Matches an object for a function with this schema.
 
         Properties that the schema does not list are forbidden unless it allows them.
         """
@@ -72,14 +72,14 @@ class GrammarText:
         return self.json({"type": "object", **schema, **closed})
 
     def text_until(self, end: str) -> str:
-        """Any text up to and including `end`."""
+        """Matches any text up to and including `end`."""
         found = self._added_token.search(end)
         if found:
             return f"{self.rule(ANY_TEXT)} {self.literal(end[found.start() :])}"
         return self.rule(ANY_TEXT, f"[suffix={json.dumps(end, ensure_ascii=False)}]")
 
     def text_without(self, mark: str) -> str:
-        """Any text that does not contain `mark`."""
+        """Matches any text that does not contain `mark`."""
         if self._added_token.search(mark):
             return self.rule(ANY_TEXT)
         name = f"T{len(self._rules)}"

@@ -38,12 +38,12 @@ PREAMBLE = f"{CHANNEL}commentary{MESSAGE}"
 
 MAX_HEADER_LENGTH = 512
 CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w*)")
-# in the role's part of the header or in the channel's
+# A recipient stands in the role's part of the header or in the channel's.
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 FUNCTIONS = "functions."
 _ROLE_SO_FAR = "|".join("assistant"[:length] for length in range(10))
 _RECIPIENT_SO_FAR = r"(?:\s+(?:t|to|to=[^\s<]*)?)?"
-# A header at which the answer breaks off. Other text at the end may only mention a mark.
+# The answer breaks off at such a header. Other text at the end may only mention a mark.
 UNFINISHED_HEADER = re.compile(
     rf"(?:{_ROLE_SO_FAR}){_RECIPIENT_SO_FAR}"
     rf"(?:<\|channel\|>\w*{_RECIPIENT_SO_FAR}\s*(?:<\|constrain\|>)?\w*)?\s*"
@@ -64,7 +64,7 @@ class HarmonyReasoning(ReasoningMarks):
         return opened_by(prompt_text).startswith(f"{NEXT_MESSAGE}{self.start}")
 
     def is_closed_at_end_of(self, prompt_text: str) -> bool:
-        """Whether the prompt ends within another channel's text, which the model continues."""
+        """Tells whether the prompt ends within another channel's text, which the model continues."""
         return MESSAGE in opened_by(prompt_text) and not self.is_open_at_end_of(prompt_text)
 
     def write_content(self, grammar: GrammarText, content: str) -> str:
@@ -99,7 +99,7 @@ class HarmonyCalls(ToolFormat):
         return f"({preamble})* {grammar.any_of([text, calls])}"
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> TextReader:
-        """`mark`: the header of a message to a function."""
+        """`mark` is the header of a message to a function."""
         name = function_of(mark, calls)
         yield from stream.skip_space()
         character = yield from stream.peek()
@@ -133,8 +133,8 @@ class MessageSink:
 def read_messages(
     stream: TextStream, calls: Calls, call_format: HarmonyCalls | None, reads_reasoning: bool
 ) -> TextReader:
-    """Reads an answer. `call_format` None: no text is a call. Without `reads_reasoning`, reasoning
-    is content, with its marks.
+    """Reads an answer. If `call_format` is None, no text is a call. Without `reads_reasoning`,
+    reasoning is content, with its marks.
 
     What looks like a mark and neither begins nor ends a message is text.
     """
@@ -169,10 +169,10 @@ def read_messages(
 
 
 def _read_header(stream: TextStream, mark: str) -> Generator[None, None, str | None]:
-    """Consumes the header after `mark`, up to its <|message|>, and returns it. None: the answer
-    ends before or within it.
+    """Consumes the header after `mark`, up to its <|message|>, and returns it. Returns None if the
+    answer ends before or within it.
 
-    `mark`: one of BOUNDARIES, which is consumed, or "" at the beginning of the answer. Raises
+    `mark` is one of BOUNDARIES, which is consumed, or "" at the beginning of the answer. Raises
     Malformed for other text.
     """
     if mark in ("", *ENDS):
@@ -202,7 +202,7 @@ def _read_header(stream: TextStream, mark: str) -> Generator[None, None, str | N
 
 
 def _is_cut(stream: TextStream, marks: tuple[str, ...]) -> bool:
-    """Whether the answer ends here, or within one of `marks`."""
+    """Tells whether the answer ends here, or within one of `marks`."""
     return stream.has_ended and any(
         mark.startswith(stream.buffer[stream.position :]) for mark in marks
     )
@@ -214,7 +214,7 @@ def channel_of(header: str) -> str:
 
 
 def function_of(header: str, calls: Calls) -> str:
-    """The function to which a message is addressed, or ""."""
+    """Returns the function to which a message is addressed, or ""."""
     found = RECIPIENT.search(header)
     recipient = found[1] if found else ""
     is_function = recipient.startswith(FUNCTIONS) or recipient in calls.schemas
@@ -222,8 +222,8 @@ def function_of(header: str, calls: Calls) -> str:
 
 
 def opened_by(prompt_text: str) -> str:
-    """The message with which a prompt ends and which the answer continues, with its <|start|>, or
-    "".
+    """Returns the message with which a prompt ends and which the answer continues, with its
+    <|start|>. Returns "" if there is none.
     """
     found = prompt_text.rfind(START)
     message = prompt_text[found:] if found >= 0 else ""
@@ -231,8 +231,8 @@ def opened_by(prompt_text: str) -> str:
 
 
 def header_at_end_of(prompt_text: str) -> str:
-    """The beginning of the message that the answer continues. It is read before the answer, so that
-    its channel is known.
+    """Returns the beginning of the message that the answer continues. It is read before the answer,
+    so that its channel is known.
     """
     message = opened_by(prompt_text)
     header, mark, _ = message.partition(MESSAGE)

@@ -50,8 +50,8 @@ ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 def read_call_object(
     stream: TextStream, calls: Calls, *, only_known: bool = False, end: str = ""
 ) -> TextReader:
-    """`only_known`: an object that does not name a tool of this request is a JSON answer, not a
-    call. The bracket that closes the object may be missing before `end`, a mark, or at the end.
+    """With `only_known`, an object that does not name a tool of this request is a JSON answer, not
+    a call. The bracket that closes the object may be missing before `end`, a mark, or at the end.
     """
     yield from stream.expect("{")
     name, arguments, has_started = None, None, False
@@ -92,7 +92,7 @@ def read_call_object(
 
 
 def _stands_before(stream: TextStream, mark: str) -> Generator[None, None, bool]:
-    """Whether the mark or the end of the text comes next."""
+    """Tells whether the mark or the end of the text comes next."""
     if not (yield from stream.peek()):
         return True
     if not mark or not (yield from stream.accept(mark)):
@@ -115,8 +115,8 @@ def read_arguments(stream: TextStream, calls: Calls, name: str, id: str = "") ->
 
 
 def _plain_arguments(text: str) -> str:
-    """The object that a value means: some models write null for no arguments, or the arguments'
-    JSON as a string. Raises Malformed for other values.
+    """Returns the object that a value means: some models write null for no arguments, or the
+    arguments' JSON as a string. Raises Malformed for other values.
     """
     value = json.loads(text)
     if isinstance(value, str):

@@ -3,10 +3,10 @@ writes them, and repairs what can only have been meant in one way.
 
 Must not know: what the JSON means.
 
-Repairs: control characters in strings and backslashes before other characters than JSON's are
-escaped, an escaped apostrophe is one, half of a surrogate pair becomes U+FFFD, Python's True, False
-and None get their names in JSON, and a comma before a closing bracket is dropped. Everything else
-that is not JSON, such as NaN, is Malformed.
+It makes these repairs: it escapes control characters in strings, and backslashes before characters
+that JSON does not escape. An escaped apostrophe becomes a plain one, and half of a surrogate pair
+becomes U+FFFD. Python's True, False and None get their names in JSON, and a comma before a closing
+bracket is dropped. Everything else that is not JSON, such as NaN, is Malformed.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _read_escape(stream: TextStream) -> TextReader:
 
 
 def _code_ahead(stream: TextStream, offset: int) -> Generator[None, None, int | None]:
-    """The number in the escape \\uXXXX at `offset`; None for any other text."""
+    """Returns the number in the escape \\uXXXX at `offset`, and None for any other text."""
     for i, expected in enumerate("\\u"):
         if (yield from _ahead(stream, offset + i)) != expected:
             return None
@@ -139,7 +139,7 @@ def _code_ahead(stream: TextStream, offset: int) -> Generator[None, None, int | 
 
 
 def _ahead(stream: TextStream, offset: int) -> Generator[None, None, str]:
-    """The character at `offset`, in a string: the text does not end before it."""
+    """Returns the character at `offset`, in a string: the text does not end before it."""
     character = yield from stream.peek_past(offset, "")
     if not character:
         raise Malformed
@@ -174,14 +174,14 @@ def read_held_json(stream: TextStream) -> Generator[None, None, str]:
 
 
 def read_held_string(stream: TextStream) -> Generator[None, None, str]:
-    """The text that a JSON string denotes."""
+    """Returns the text that a JSON string denotes."""
     start = stream.position
     yield from read_string(stream)
     return json.loads(stream.consumed_since(start))
 
 
 def repaired_object(text: str) -> str:
-    """The text of a JSON object, repaired. Raises Malformed for any other text."""
+    """Returns the text of a JSON object, repaired. Raises Malformed for any other text."""
 
     def read() -> Generator[None, None, str]:
         if (yield from stream.peek()) != "{":
@@ -202,7 +202,7 @@ def repaired_object(text: str) -> str:
 
 
 def json_of(value: Any) -> str:
-    """The JSON of a value that may have halves of surrogate pairs, which no text may have.
+    """Returns the JSON of a value that may have halves of surrogate pairs, which no text may have.
 
     Raises ValueError for numbers that JSON does not have, and beyond MAX_DEPTH.
     """

@@ -24,7 +24,7 @@ FENCE = "```"
 class NamedCalls(ToolFormat):
     """start (call_start NAME separator {…} call_end)* section_end
 
-    `starts`: start and call_start. Whitespace may stand around all of them.
+    `starts` are start and call_start. Whitespace may stand around all of them.
 
     DeepSeek V3 and R1 write the call's type before the separator, the name after it, and the
     arguments in a ```json fence. V3.1 and Kimi write calls as above; Kimi's name is within the
@@ -35,7 +35,8 @@ class NamedCalls(ToolFormat):
     separator: str
     call_end: str
     section_end: str
-    # between call_start and call_end, with NAME, ARGUMENTS and perhaps INDEX, the model's own count
+    # The text between call_start and call_end has a NAME, ARGUMENTS and perhaps an INDEX, which is
+    # the model's own count.
     call_form: str
     between: str = ""
 
@@ -119,7 +120,7 @@ class MistralCalls(ToolFormat):
 
 
 def _name_and_id(written: str) -> tuple[str, str]:
-    """The function, and Kimi's id of its call, functions.NAME:INDEX, or ""."""
+    """Returns the function, and Kimi's id of its call, functions.NAME:INDEX, or ""."""
     found = KIMI_ID.fullmatch(written)
     if not found:
         return written, ""

@@ -14,8 +14,9 @@ from .reasoning import ReasoningMarks
 from .text_stream import Malformed, TextReader, TextStream
 from .tool_calls import Calls, ToolFormat
 
-# Characters of broken calls in an answer that are searched for other calls. Each may be searched
-# again for every mark before it, so without a limit the work grows with the square of the length.
+# This many characters of broken calls in an answer are searched for other calls. Each may be
+# searched again for every mark before it, so without a limit the work grows with the square of the
+# length.
 MAX_REREAD = 1 << 16
 
 
@@ -26,12 +27,12 @@ class AnswerParser:
     like a call and is not one becomes content, as does a call that breaks off: the arguments of
     every call are a JSON object.
 
-    `tool_format` None: no tool calls; `reasoning_marks` None: no reasoning, which may begin in the
-    prompt, with its mark only or with text (`is_within_reasoning`). Calls beyond
-    `max_calls` are dropped. `harmony_header`: for answers in this format, what the prompt holds of
-    the first message's header (harmony.header_at_end_of). `calls_are_valid`: a grammar constrains
-    the calls, so their arguments are passed on as they arrive; they are an object unless the answer
-    breaks off.
+    If `tool_format` is None, there are no tool calls. If `reasoning_marks` is None, there is no
+    reasoning. Reasoning may begin in the prompt, with its mark only or with text
+    (`is_within_reasoning`). Calls beyond `max_calls` are dropped. `harmony_header` is for answers
+    in this format: it is what the prompt holds of the first message's header
+    (harmony.header_at_end_of). With `calls_are_valid`, a grammar constrains the calls, so their
+    arguments are passed on as they arrive. They are an object unless the answer breaks off.
     """
 
     def __init__(
@@ -54,26 +55,26 @@ class AnswerParser:
         self._is_within_reasoning = is_within_reasoning
         self._max_calls = max_calls
         self._harmony_header = harmony_header
-        # from here on all text is content: feed(text) would be [Content(text)]
+        # From here on all text is content: feed(text) would be [Content(text)].
         self.is_plain = False
         self._steps = self._read_answer()
         next(self._steps, None)
 
     def feed(self, text: str) -> list[Part]:
-        """The parts that this text completes."""
+        """Returns the parts that this text completes."""
         if self.is_plain:
             return [Content(text)] if text else []
         self._stream.append(text)
         return self._advance()
 
     def finish(self) -> list[Part]:
-        """The remaining parts, after the last text."""
+        """Returns the remaining parts, after the last text."""
         self._stream.end()
         return self._advance()
 
     @property
     def is_in_call(self) -> bool:
-        """Whether a call that is passed on has not ended; after `finish` it is cut off."""
+        """Tells whether a call that is passed on has not ended; after `finish` it is cut off."""
         return self._calls.is_cut
 
     def _advance(self) -> list[Part]:
@@ -111,7 +112,7 @@ class AnswerParser:
         self._read_plain()
 
     def _read_plain(self) -> None:
-        """The rest is content."""
+        """Reads the rest as content."""
         self.is_plain = True
         self._stream.go_to(len(self._stream.buffer))
         self._stream.open_sink(Content)
@@ -148,7 +149,7 @@ class AnswerParser:
         return True
 
     def _read_content_and_calls(self, tool_format: ToolFormat, content_end: str) -> TextReader:
-        """`content_end`: a mark after the content, whose first occurrence is dropped, or ""."""
+        """`content_end` is a mark after the content, whose first occurrence is dropped, or ""."""
         stream, may_be_bare, has_called, num_reread = self._stream, True, False, 0
         ends = (content_end,) if content_end else ()
         while num_reread < MAX_REREAD:
@@ -175,8 +176,8 @@ class AnswerParser:
         self._read_plain()
 
     def _drop_last_space(self) -> TextReader:
-        """Whitespace between a call and the end belongs to the format; before more content it is
-        content.
+        """Drops whitespace between a call and the end, which belongs to the format. Before more
+        content it is content.
         """
         yield from self._stream.skip_space()
         if (yield from self._stream.peek()):

@@ -50,8 +50,8 @@ class PythonCalls(ListedCalls):
         )
 
     def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str:
-        """A grammar with values as JSON, which `read` accepts as Python; or for one JSON object, if
-        the arguments cannot be written one by one.
+        """Writes a grammar with values as JSON, which `read` accepts as Python. If the arguments
+        cannot be written one by one, the grammar is for one JSON object.
         """
         properties = plain_arguments(schema)
         if properties is None or not NAME.fullmatch(name):
@@ -122,7 +122,7 @@ def _read_value(stream: TextStream) -> Generator[None, None, str]:
 
 
 def _skip_string(stream: TextStream, quote: str) -> TextReader:
-    """Line breaks, and backslashes that begin no escape, are escaped."""
+    """Escapes line breaks, and backslashes that begin no escape."""
     stream.skip(1)
     while (character := (yield from stream.peek())) != quote:
         if not character:

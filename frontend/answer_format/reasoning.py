@@ -18,40 +18,41 @@ class ReasoningMarks:
 
     start: str
     end: str
-    # what comes between two messages, for models that write their answers as messages
+    # This text comes between two messages, for models that write their answers as messages.
     next_message: str = ""
-    # marks between which the content may stand after the reasoning
+    # The content may stand between these marks after the reasoning.
     content_start: str = ""
     content_end: str = ""
-    # values of the template's reasoning_effort, ascending, for models that know no others
+    # These are the values of the template's reasoning_effort, ascending, for models that know no
+    # others.
     efforts: tuple[str, ...] = ()
 
     def is_shown_in(self, template: str) -> bool:
-        """Whether the models of a chat template write these marks."""
+        """Tells whether the models of a chat template write these marks."""
         return self.end in template and self.content_start + self.content_end in template
 
     def is_open_at_end_of(self, prompt_text: str) -> bool:
-        """Whether the prompt ends with the start mark (DeepSeek-R1, QwQ), so that the answer begins
-        within the reasoning.
+        """Tells whether the prompt ends with the start mark (DeepSeek-R1, QwQ), so that the answer
+        begins within the reasoning.
 
         Only the very end counts: a message may mention the marks.
         """
         return prompt_text.rstrip().endswith(self.start)
 
     def is_closed_at_end_of(self, prompt_text: str) -> bool:
-        """Whether the prompt ends with completed or omitted reasoning (Qwen3 without
+        """Tells whether the prompt ends with completed or omitted reasoning (Qwen3 without
         enable_thinking).
         """
         return prompt_text.rstrip().endswith(self.end)
 
     def is_left_open_in(self, text: str) -> bool:
-        """Whether an unfinished answer ends within its reasoning."""
+        """Tells whether an unfinished answer ends within its reasoning."""
         return text.lstrip().startswith(self.start) and self.end not in text
 
     def has_text_open_in(self, text: str) -> bool:
-        """Whether it ends within reasoning that has text already."""
+        """Tells whether it ends within reasoning that has text already."""
         return self.is_left_open_in(text) and text.strip() != self.start
 
     def write_content(self, grammar: GrammarText, content: str) -> str:
-        """A grammar for an answer without reasoning, from a grammar for its content."""
+        """Writes a grammar for an answer without reasoning, from a grammar for its content."""
         return content

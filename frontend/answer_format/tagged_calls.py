@@ -27,7 +27,7 @@ class TaggedCalls(ToolFormat):
     """start (name_start NAME name_end (key_start KEY key_end value_start VALUE value_end)*
     call_end)* section_end
 
-    `starts`: start, and name_start if there is one. Some models omit the outer tag.
+    `starts` are start, and name_start if there is one. Some models omit the outer tag.
 
     A JSON object with name and arguments is accepted as well. Where values have lines of their own,
     an end tag that is missing is implied by the next tag at the beginning of a line, by the tag of
@@ -44,7 +44,7 @@ class TaggedCalls(ToolFormat):
     call_end: str
     padding: str = "\n"  # whitespace that the model writes between the tags
     between_key_and_value: str = ""
-    # a line break after value_start and before value_end is not part of the value
+    # A line break after value_start and before value_end is not part of the value.
     values_have_lines: bool = False
 
     def write(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
@@ -63,8 +63,8 @@ class TaggedCalls(ToolFormat):
         )
 
     def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str | None:
-        """None where tags cannot follow the schema, such as text with a pattern, or an argument
-        that may be text or a number.
+        """Returns None where tags cannot follow the schema, such as text with a pattern, or an
+        argument that may be text or a number.
         """
         properties = plain_arguments(schema)
         if properties is None or not all(
@@ -89,7 +89,7 @@ class TaggedCalls(ToolFormat):
         return " ".join([*pieces, grammar.literal(ending)])
 
     def _after_key(self, types: frozenset[str]) -> str:
-        """What stands between a key and its value."""
+        """Returns what stands between a key and its value."""
         return f"{self.key_end}{self.between_key_and_value}{self.value_start}"
 
     @property
@@ -171,9 +171,7 @@ class TaggedCalls(ToolFormat):
     def _read_value(
         self, stream: TextStream, calls: Calls, name: str
     ) -> Generator[None, None, int]:
-        """Consumes a value and its end tag; returns the length of a value that was not passed
-        on.
-        """
+        """Consumes a value and its end tag. Returns the length of a value that was not passed on."""
         start, sink = stream.position, stream.sink
         while True:
             mark = yield from stream.read_until(self._value_ends(calls), keeps_space=True)
@@ -188,7 +186,7 @@ class TaggedCalls(ToolFormat):
         return length
 
     def _value_ends(self, calls: Calls) -> tuple[str, ...]:
-        """Forced values may contain any tag but their own end."""
+        """Returns the marks that end a value. Forced values may contain any tag but their own end."""
         if not self.values_have_lines:
             return (self.value_end,)
         own = (f"\n{self.value_end}", self.value_end)
@@ -201,7 +199,7 @@ class TaggedCalls(ToolFormat):
     def _names_argument(
         self, stream: TextStream, calls: Calls, name: str
     ) -> Generator[None, None, bool]:
-        """Whether the tag of one of the function's arguments follows."""
+        """Tells whether the tag of one of the function's arguments follows."""
         key = ""
         while len(key) <= MAX_NAME_LENGTH:
             character = yield from stream.peek_past(len(key), "")

@@ -38,13 +38,14 @@ class TextStream:
         self.has_ended = False
         self.parts: list[Part] = []
         self.sink: Callable[[str], Part] | None = None
-        # where content continues if the reader of a mark fails: after the mark, which cannot match
-        # again
+        # Content continues here if the reader of a mark fails: after the mark, which cannot match
+        # again.
         self.retry_position = 0
         self._held: list[str] | None = None  # the text behind the parts that wait
         self._num_released = 0  # parts that do not wait, while others do
         self._retry_held = 0  # retry_position in the held text
-        # (position, length, text): consumed text that `replace` changed, while there is no sink
+        # Each entry is (position, length, text): consumed text that `replace` changed, while there
+        # is no sink.
         self._replacements: list[tuple[int, int, str]] = []
 
     # ------------------------------------------------------------ for readers
@@ -58,15 +59,15 @@ class TextStream:
         return not self.has_ended
 
     def peek(self) -> Generator[None, None, str]:
-        """The next character, or "" at the end."""
+        """Returns the next character, or "" at the end."""
         while self.position >= len(self.buffer):
             if not (yield from self.more()):
                 return ""
         return self.buffer[self.position]
 
     def peek_past(self, count: int, skipped: str) -> Generator[None, None, str]:
-        """The first character that is not in `skipped`, from `count` characters ahead, or "" at the
-        end.
+        """Returns the first character that is not in `skipped`, from `count` characters ahead. At
+        the end it returns "".
         """
         while True:
             index = self.position + count
@@ -137,17 +138,17 @@ class TextStream:
         self.position += count
 
     def put_back(self, count: int) -> None:
-        """The last `count` consumed characters are read again."""
+        """Lets the last `count` consumed characters be read again."""
         self.position -= count
 
     def go_to(self, position: int) -> None:
-        """What is before `position` in the buffer is consumed, the rest is read (again)."""
+        """Consumes what is before `position` in the buffer; the rest is read (again)."""
         self.position = position
 
     # ------------------------------------------------------------ passing on
 
     def open_sink(self, sink: Callable[[str], Part] | None) -> None:
-        """From here on, consumed text is passed on as the parts that `sink` makes of it."""
+        """From here on, passes consumed text on as the parts that `sink` makes of it."""
         self.sink = sink
 
     def emit(self, part: Part) -> None:
@@ -176,7 +177,7 @@ class TextStream:
             self.drop()
 
     def consumed_since(self, start: int) -> str:
-        """The consumed text from the position `start`, with what `replace` put into it."""
+        """Returns the consumed text from the position `start`, with what `replace` put into it."""
         pieces = []
         for position, length, text in self._replacements:
             if position >= start:
@@ -202,7 +203,7 @@ class TextStream:
         self.sink = None
 
     def give_up(self) -> int:
-        """After Malformed: what was not passed on, or was held, is read again, as content.
+        """After Malformed, lets what was not passed on, or was held, be read again as content.
 
         Returns the number of characters behind the mark that had been read.
         """
@@ -222,7 +223,7 @@ class TextStream:
         self.buffer += text
 
     def end(self) -> None:
-        """All text has arrived."""
+        """Notes that all text has arrived."""
         self.has_ended = True
 
     def take_parts(self) -> list[Part]:
@@ -236,7 +237,7 @@ class TextStream:
 def _mark_pattern(marks: tuple[str, ...], max_space: int) -> re.Pattern[str]:
     """Finds the first mark (group 1) with the whitespace before it.
 
-    Otherwise finds what may be the beginning of a mark at the end, which may be empty.
+    Otherwise it finds what may be the beginning of a mark at the end, which may be empty.
     """
     wholes = "|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)"
     beginnings = "|".join(

@@ -23,7 +23,7 @@ MAX_NAME_LENGTH = 256
 
 
 class Calls:
-    """`schemas`: the request's tools by name, each with the JSON schema of its arguments.
+    """`schemas` are the request's tools by name, each with the JSON schema of its arguments.
 
     A call is passed on when it is whole, so that text which turns out to be no call becomes
     content. If `are_valid`, because a grammar constrains the calls, it is passed on as it arrives.
@@ -40,24 +40,24 @@ class Calls:
         self._ids: set[str] = set()
 
     def begin(self) -> None:
-        """The stream stands after a mark: a call may follow."""
+        """Notes that the stream stands after a mark: a call may follow."""
         if not self.are_valid:
             self._stream.hold()
 
     def end_call(self) -> None:
-        """The consumed text ends a call, after which another may follow."""
+        """Ends a call with the consumed text; another may follow."""
         self._stream.drop()
         self._last_whole = self._index
         self._stream.release()
         self.begin()
 
     def end(self) -> None:
-        """No call follows."""
+        """Notes that no call follows."""
         self._last_whole = self._index
         self._stream.release()
 
     def give_up(self) -> int:
-        """After Malformed: what follows the last whole call is content.
+        """After Malformed, makes what follows the last whole call content.
 
         Returns the number of characters that are read again.
         """
@@ -67,11 +67,11 @@ class Calls:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a call that is passed on has not ended."""
+        """Tells whether a call that is passed on has not ended."""
         return self._index > self._last_whole
 
     def start(self, name: str, id: str = "") -> None:
-        """`id`: the model's own. One that it wrote before is dropped."""
+        """Starts a call. `id` is the model's own; one that it wrote before is dropped."""
         id = "" if id in self._ids else id
         self._ids.add(id)
         self._index += 1
@@ -93,15 +93,15 @@ class Calls:
         self.emit_arguments("{}" if self._before_key == "{" else "}")
 
     def arguments_part(self, text: str) -> ToolCallArguments:
-        """A part of the arguments of the current call."""
+        """Passes on a part of the arguments of the current call."""
         return ToolCallArguments(self._index, text)
 
     def string_part(self, text: str) -> ToolCallArguments:
-        """A part of the inside of a string among the arguments."""
+        """Passes on a part of the inside of a string among the arguments."""
         return ToolCallArguments(self._index, json_of(text)[1:-1])
 
     def types_of(self, name: str, key: str) -> frozenset[str]:
-        """The types that the schema allows for this argument; empty: any."""
+        """Returns the types that the schema allows for this argument; an empty result allows any."""
         schema = self.schemas.get(name) or {}
         properties = schema.get("properties")
         return (
@@ -121,7 +121,7 @@ class ToolFormat(ABC):
 
     @property
     def start(self) -> str:
-        """The mark before the first call, or "" if there is none."""
+        """Returns the mark before the first call, or "" if there is none."""
         return "" if self.bare_beginnings else self.starts[0]
 
     @abstractmethod
@@ -133,13 +133,13 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def write(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
-        """A grammar expression for a call to one of `functions`, or for `parallel` ones.
+        """Writes a grammar expression for a call to one of `functions`, or for `parallel` ones.
 
         `read` accepts what it matches. The mark before the first call is not part of it.
         """
 
     def write_voluntary(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
-        """A grammar expression for an answer of any text and any calls."""
+        """Writes a grammar expression for an answer of any text and any calls."""
         calls = self.write(grammar, functions, parallel)
         call = f"{grammar.text_until(self.start)} {calls}"
         return f"({call}){'*' if parallel else '?'} {grammar.text_without(self.start)}"
@@ -177,7 +177,7 @@ class ListedCalls(ToolFormat):
 
     @abstractmethod
     def begins_call(self, character: str) -> bool:
-        """Whether another call follows without a comma."""
+        """Tells whether another call follows without a comma."""
 
     @abstractmethod
     def read_call(self, stream: TextStream, calls: Calls, *, only_known: bool) -> TextReader:

@@ -81,7 +81,7 @@ def allowed_types(schema: Any, root: dict[str, Any], depth: int = 0) -> frozense
 
 
 def _referred(reference: Any, root: dict[str, Any]) -> Any:
-    """Returns the target of a "#/…" reference within the schema, and None for any other reference."""
+    """Returns the target of a "#/…" reference within the schema, and None for any other."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     found: Any = root

@@ -64,7 +64,7 @@ class HarmonyReasoning(ReasoningMarks):
         return opened_by(prompt_text).startswith(f"{NEXT_MESSAGE}{self.start}")
 
     def is_closed_at_end_of(self, prompt_text: str) -> bool:
-        """Tells whether the prompt ends within another channel's text, which the model continues."""
+        """Tells whether the prompt ends in another channel's text, which the model continues."""
         return MESSAGE in opened_by(prompt_text) and not self.is_open_at_end_of(prompt_text)
 
     def write_content(self, grammar: GrammarText, content: str) -> str:

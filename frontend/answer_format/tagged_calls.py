@@ -171,7 +171,7 @@ class TaggedCalls(ToolFormat):
     def _read_value(
         self, stream: TextStream, calls: Calls, name: str
     ) -> Generator[None, None, int]:
-        """Consumes a value and its end tag. Returns the length of a value that was not passed on."""
+        """Consumes a value and its end tag. Returns the length of a value not passed on."""
         start, sink = stream.position, stream.sink
         while True:
             mark = yield from stream.read_until(self._value_ends(calls), keeps_space=True)
@@ -186,7 +186,7 @@ class TaggedCalls(ToolFormat):
         return length
 
     def _value_ends(self, calls: Calls) -> tuple[str, ...]:
-        """Returns the marks that end a value. Forced values may contain any tag but their own end."""
+        """Returns the marks that end a value. Forced values may contain any tag but their end."""
         if not self.values_have_lines:
             return (self.value_end,)
         own = (f"\n{self.value_end}", self.value_end)

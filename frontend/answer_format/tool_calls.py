@@ -101,7 +101,7 @@ class Calls:
         return ToolCallArguments(self._index, json_of(text)[1:-1])
 
     def types_of(self, name: str, key: str) -> frozenset[str]:
-        """Returns the types that the schema allows for this argument; an empty result allows any."""
+        """Returns the types that the schema allows for this argument; an empty set allows any."""
         schema = self.schemas.get(name) or {}
         properties = schema.get("properties")
         return (

@@ -78,7 +78,7 @@ class AsyncLLM(AsyncCalls):
     ) -> AsyncLLM:
         """Blocks until the engine is ready.
 
-        The model is given by its arguments or as EngineArgs. `engine`: "process" (a child),
+        The model is given by its arguments or as EngineArgs. `engine` is "process" (a child),
         "inproc", or the address of a daemon ("ipc://...").
         """
         if engine_args is None:
@@ -104,9 +104,10 @@ class AsyncLLM(AsyncCalls):
         Raises the engine's own exception if it cannot start.
 
         `on_progress(stage, fraction)` is called in the loop's thread with fractions from 0 to 1.
-        The stages, in order: "model files" (found or downloaded), "start" (the engine's process),
-        "import" (its libraries), "load weights", "kv cache", "tokenizer". An engine reports only
-        the stages that it has. A daemon that is already loading reports only the remaining ones.
+        The stages are, in order: "model files" (found or downloaded), "start" (the engine's
+        process), "import" (its libraries), "load weights", "kv cache", "tokenizer". An engine
+        reports only the stages that it has. A daemon that is already loading reports only the
+        remaining ones.
 
         Loading a large tokenizer.json still blocks the loop, because the tokenizer library holds
         the GIL: 0.5 s for 150,000 tokens.
@@ -128,8 +129,8 @@ class AsyncLLM(AsyncCalls):
             raise
 
     def set_record_token_times(self, is_wanted: bool) -> None:
-        """Whether RequestMetrics.token_ts records the time of each token. Off by default. Costs one
-        float per token.
+        """Sets whether RequestMetrics.token_ts records the time of each token. It is off by default
+        and costs one float per token.
         """
         self.session.output_processor.set_record_token_times(is_wanted)
 
@@ -139,13 +140,14 @@ class AsyncLLM(AsyncCalls):
         return self._max_outputs_per_s
 
     def set_max_outputs_per_s(self, number: int) -> None:
-        """The approximate number of outputs per second for all readers together. 0 (the default):
-        one output per token.
+        """Sets the approximate number of outputs per second for all readers together. With 0 (the
+        default), each token is one output.
 
         Otherwise each of n streams gets the tokens of several steps in one output, every n /
         max_outputs_per_s seconds, but at least every 50 ms. Below 5 ms each token is sent at once.
         First tokens and ends reported by the engine are never delayed. Stop strings are detected
-        later by the same interval. For servers: most of a token's cost is the cost of its output.
+        later by the same interval. It is meant for servers, where most of a token's cost is the
+        cost of its output.
         """
         require_int("max_outputs_per_s", number, 0, INT64_MAX)
         self._max_outputs_per_s = number
@@ -167,8 +169,8 @@ class AsyncLLM(AsyncCalls):
         take_at_once: Callable[[RequestOutput], bool] | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields the request's outputs in the form of sampling_params.output_kind. The last one is
-        finished.
+        """Yields the request's outputs in the form of sampling_params.output_kind. The last output
+        is finished.
 
         Raises InvalidParameterError before anything is sent, and EngineDeadError when the engine is
         gone. Leaving the iterator, by cancellation or `aclose`, aborts the request. If the reader
@@ -217,8 +219,8 @@ class AsyncLLM(AsyncCalls):
         prompt_name: str | None = None,
         trace_headers: dict[str, str] | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Yields the one output of a request that pools. Parameters and errors: as for `generate`;
-        `prompt_name`: as for LLM.encode.
+        """Yields the one output of a request that pools. Parameters and errors are those of
+        `generate`, and `prompt_name` is that of LLM.encode.
         """
         [output] = await self.encode_batch(
             [prompt],
@@ -241,11 +243,13 @@ class AsyncLLM(AsyncCalls):
         trace_headers: dict[str, str] | None = None,
         **options: Any,
     ) -> list[PoolingRequestOutput]:
-        """The outputs of several requests that pool, with the same parameters, in their order.
+        """Returns the outputs of several requests that pool, with the same parameters, in their
+        order.
 
         The texts are tokenized together, in a thread unless they are short. Raises
         InvalidParameterError, with the index of the request, before anything is sent, and
-        EngineDeadError when the engine is gone. `options`: of InputProcessor.process_batch.
+        EngineDeadError when the engine is gone. `options` are those of
+        InputProcessor.process_batch.
         """
         self.check_health()
         read = partial(self.session.process_batch, request_ids, prompts, pooling_params, **options)
@@ -260,8 +264,8 @@ class AsyncLLM(AsyncCalls):
         trace_headers: dict[str, str] | None = None,
         on_submitted: Callable[[RequestMetrics], None] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """The second half of encode_batch. The requests are submitted in windows, so that others
-        come between them; if it is cancelled, all are aborted.
+        """Does the second half of encode_batch. It submits the requests in windows, so that others
+        come between them. If it is cancelled, all are aborted.
 
         on_submitted: called with the metrics of each request, in their order.
         """
@@ -434,11 +438,12 @@ class AsyncLLM(AsyncCalls):
             raise EngineDeadError(*self._dead_error.args) from self._dead_error
 
     async def is_responsive(self, timeout_s: float) -> bool:
-        """Whether the engine is running, for a readiness check.
+        """Returns whether the engine is running, for a readiness check.
 
-        True if outputs arrived within the last `timeout_s`, or if the engine answers a call within
-        `timeout_s`. The engine answers between two steps, also while it is paused, asleep or idle.
-        False therefore means that it is dead or that one step takes longer than `timeout_s`.
+        It returns True if outputs arrived within the last `timeout_s`, or if the engine answers a
+        call within `timeout_s`. The engine answers between two steps, also while it is paused,
+        asleep or idle. False therefore means that it is dead or that one step takes longer than
+        `timeout_s`.
         """
         if self._dead_error is None and time.monotonic() - self._last_output_time < timeout_s:
             return True

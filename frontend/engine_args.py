@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     ): ...
 
     class OwnArguments(EngineArguments, frozen=True):
-        """Those of EngineArgs, whose first one is positional too."""
+        """Has the arguments of EngineArgs, whose first one is positional too."""
 
         model: str = "bundled"
 
@@ -119,7 +119,7 @@ class EngineArgs(EngineArguments):  # type: ignore[misc]
         return isinstance(other, EngineArgs) and vars(self) == vars(other)
 
     def tree(self) -> EngineConfig:
-        """The arguments as given, "auto" and None included. A daemon's client uses them."""
+        """Returns the arguments as given, "auto" and None included. A daemon's client uses them."""
         sections: dict[str, dict[str, Any]] = {}
         for name, field in config_fields().items():
             sections.setdefault(field.section, {})[name] = getattr(self, name)
@@ -261,8 +261,8 @@ def _describe(info: inspect.Type) -> str:
 
 
 def _names_model(name: str, wanted: Any, config: EngineConfig) -> bool:
-    """Whether `wanted` is another name of the daemon's model: the resolved directory, or the name
-    it was started with.
+    """Returns whether `wanted` is another name of the daemon's model: the resolved directory, or
+    the name it was started with.
     """
     if name != "model":
         return False
@@ -355,7 +355,8 @@ def _auto_dtype(device_config: Any) -> str:
 
 
 def _resolve_lengths(wanted: int | None, resolved: Resolved) -> tuple[int, Pooling]:
-    """max_model_len, and the pooling that cuts texts there if the model's files say where to cut.
+    """Returns max_model_len, and the pooling that cuts texts there if the model's files say where
+    to cut.
 
     RoBERTa has fewer positions than rows of their table, and texts are cut at max_seq_length unless
     max_model_len is given.

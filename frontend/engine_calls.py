@@ -50,8 +50,8 @@ def engine_call(
 
 
 class SchedulerView:
-    """The engine's scheduler as seen from outside, under vLLM's names: each attribute asks the
-    engine. Nothing can be changed here.
+    """Shows the engine's scheduler under vLLM's names: each attribute asks the engine. Nothing can
+    be changed here.
     """
 
     def __init__(self, state: Callable[[], dict[str, Any]]):
@@ -59,7 +59,7 @@ class SchedulerView:
 
     @property
     def waiting(self) -> list[str]:
-        """The ids of the requests that wait, those that a pause holds back last."""
+        """Lists the ids of the requests that wait. Those that a pause holds back come last."""
         state = self._state()
         return [*state["waiting"], *state["held"]]
 
@@ -80,7 +80,7 @@ class SchedulerView:
 
 
 class EngineCalls(ABC):
-    """What LLM, LLMEngine and AsyncLLM share.
+    """Has the calls that LLM, LLMEngine and AsyncLLM share.
 
     The calls act on the whole engine, including requests of other programs.
     """
@@ -113,20 +113,20 @@ class EngineCalls(ABC):
         return self.session.telemetry.stats
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The sampling parameters of requests that bring none. Unless configured otherwise
+        """Returns the sampling parameters of requests that bring none. Unless configured otherwise
         (`generation_config`), the model's generation_config.json sets them.
         """
         return self.session.default_sampling_params
 
     def set_tracer_provider(self, provider: Any) -> None:
         """Records later requests as spans of this opentelemetry.trace.TracerProvider
-        (frontend/telemetry/tracing.py). None: stops recording.
+        (frontend/telemetry/tracing.py). None stops recording.
         """
         self.session.telemetry.set_tracer_provider(provider)
 
     def set_meter_provider(self, provider: Any) -> None:
         """Measures later requests with this opentelemetry.metrics.MeterProvider
-        (frontend/telemetry/server_metrics.py). None: stops measuring.
+        (frontend/telemetry/server_metrics.py). None stops measuring.
         """
         self.session.telemetry.set_meter_provider(provider)
 
@@ -138,28 +138,32 @@ class EngineCalls(ABC):
 
     @abstractmethod
     def _call(self, method: str, *args: Any, then: Callable[[Any], Any] | None = None) -> Any:
-        """The result of a utility, or what `then` makes of it; with AsyncCalls a coroutine."""
+        """Returns the result of a utility, or what `then` makes of it. AsyncCalls returns a
+        coroutine.
+        """
 
     @engine_call
     def get_metrics(self) -> dict[str, int]:
-        """Gauges and counters by name; ipc/counters.py lists them."""
+        """Returns gauges and counters by name; ipc/counters.py lists them."""
         return self._call("get_metrics", then=self.session.metrics)
 
     @engine_call
     def scheduler_state(self) -> dict[str, Any]:
-        """The waiting, running and swapped requests, and whether the engine is paused or asleep."""
+        """Returns the waiting, running and swapped requests, and whether the engine is paused or
+        asleep.
+        """
         return self._call("scheduler_state")
 
     @engine_call
     def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
-        """The engine's last steps with their durations, its requests, and a map of the KV cache;
-        see Observer.observe.
+        """Returns the engine's last steps with their durations, its requests, and a map of the KV
+        cache; see Observer.observe.
         """
         return self._call("observe", since_step, max_blocks, then=self.session.with_own_counters)
 
     @engine_call
     def expert_load(self) -> dict[str, Any]:
-        """The tokens that each expert of each layer was sent; see Observer.expert_load."""
+        """Returns the tokens that each expert of each layer was sent; see Observer.expert_load."""
         return self._call("expert_load")
 
     @engine_call
@@ -211,7 +215,7 @@ class EngineCalls(ABC):
 
     @engine_call
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Wakes the parts in `tags`, "weights" and "kv_cache"; None: all that sleep."""
+        """Wakes the parts in `tags`, "weights" and "kv_cache". None wakes all that sleep."""
         return self._call("wake_up", tags)
 
     @engine_call
@@ -236,12 +240,14 @@ class EngineCalls(ABC):
 
     @engine_call
     def remove_lora(self, lora_int_id: int) -> bool:
-        """Forgets an adapter: its requests finish, then it is freed. False: there is none."""
+        """Forgets an adapter: its requests finish, then it is freed. Returns False if there is
+        none.
+        """
         return self._call("remove_lora", lora_int_id)
 
     @engine_call
     def list_loras(self) -> set[int]:
-        """The ids of the adapters in memory."""
+        """Returns the ids of the adapters in memory."""
         return self._call("list_loras", then=set)
 
     @engine_call
@@ -267,7 +273,7 @@ class BlockingCalls(EngineCalls):
 
     @property
     def scheduler(self) -> list[SchedulerView]:
-        """One view, as vLLM's engines had one scheduler for each pipeline stage."""
+        """Holds one view, because vLLM's engines had one scheduler for each pipeline stage."""
         return [SchedulerView(self.scheduler_state)]
 
     def do_log_stats(self) -> None:
@@ -286,9 +292,9 @@ class BlockingCalls(EngineCalls):
 
     @contextmanager
     def trace(self, steps: int = 4) -> Iterator[Trace]:
-        """A context in which the engine's next `steps` steps, at most 64, are recorded: what was
-        scheduled and why, and every kernel. The trace is complete when the context ends; it holds
-        fewer steps if fewer were made. Tokens do not change.
+        """Opens a context in which the engine's next `steps` steps, at most 64, are recorded: what
+        was scheduled and why, and every kernel. The trace is complete when the context ends; it
+        holds fewer steps if fewer were made. Tokens do not change.
 
         Raises InvalidParameterError for `steps`, and while another trace is recorded.
         """
@@ -362,8 +368,8 @@ class AsyncCalls(EngineCalls):
         wait_for_inflight_requests: bool = False,
         clear_cache: bool = True,
     ) -> None:
-        """vLLM's name of `pause`. `wait_for_inflight_requests`: its former name of mode="wait".
-        `clear_cache` clears the prefix cache, except with mode="keep".
+        """Calls `pause`, under vLLM's name. `wait_for_inflight_requests` is vLLM's former name of
+        mode="wait". `clear_cache` clears the prefix cache, except with mode="keep".
         """
         await self.pause("wait" if wait_for_inflight_requests else mode)
         if clear_cache and mode != "keep":

@@ -1,4 +1,4 @@
-"""LLM: the class for scripts. Takes prompts and returns all outputs in order.
+"""LLM: the class for scripts. It takes prompts and returns all outputs in order.
 
 Must not know: clients, messages, steps of the engine beyond LLMEngine.step.
 """
@@ -182,7 +182,7 @@ class LLM(BlockingCalls):
 
         The parameters are those of `generate`; output_kind is DELTA. Raises InvalidParameterError
         at once. Other calls that generate raise RuntimeError until the iterator is read to its end
-        or closed, which aborts the request; leaving the loop closes it. Any thread may read it.
+        or closed, which aborts the request. Leaving the loop closes it. Any thread may read it.
         """
         if sampling_params is None:
             sampling_params = self.session.default_sampling_params
@@ -429,7 +429,7 @@ class LLM(BlockingCalls):
         `outputs.embedding` a list.
 
         as_array: returns one array instead, f4 [number of prompts, size], and keeps nothing else; a
-        request that fails raises QuireError. `options`: use_tqdm, prompt_name and the others of
+        request that fails raises QuireError. `options` are use_tqdm, prompt_name and the others of
         `encode`.
         """
         if not as_array:
@@ -450,7 +450,9 @@ class LLM(BlockingCalls):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Any,
     ) -> list[ClassificationRequestOutput]:
-        """Returns the classes of each prompt: `outputs.probs`. `options`: as for `encode`."""
+        """Returns the classes of each prompt, as `outputs.probs`. `options` are those of
+        `encode`.
+        """
         found = self.encode(prompts, pooling_params, pooling_task="classify", **options)
         return cast("list[ClassificationRequestOutput]", found)
 
@@ -463,11 +465,12 @@ class LLM(BlockingCalls):
         pooling_params: PoolingParams | None = None,
         **options: Any,
     ) -> list[ScoringRequestOutput]:
-        """Scores one text with each of several, or two lists text by text: `outputs.score`.
+        """Scores one text with each of several, or two lists text by text. The score is
+        `outputs.score`.
 
-        A model that classifies with one class reads both texts together (a cross-encoder). Of one
-        that embeds, the score is the cosine of both embeddings; of one with an embedding for each
-        token, MaxSim. `options`: as for `encode`.
+        A model that classifies with one class reads both texts together (a cross-encoder). For a
+        model that embeds, the score is the cosine of both embeddings. For one with an embedding for
+        each token, it is MaxSim. `options` are those of `encode`.
         """
         pooling = self.session.input_processor.pooling
         task = scoring_task(pooling)
@@ -552,7 +555,7 @@ class LLM(BlockingCalls):
 def _options_of_each(
     num_prompts: int, priority: int | Sequence[int] | None, lora_request: Loras
 ) -> list[dict[str, Any]]:
-    """The options of LLM._process that may differ from prompt to prompt."""
+    """Returns the options of LLM._process that may differ from prompt to prompt."""
     priorities = one_each("priority", 0 if priority is None else priority, num_prompts)
     loras = one_each("lora_request", lora_request, num_prompts)
     return [
@@ -562,7 +565,7 @@ def _options_of_each(
 
 
 def _conversations(messages: Any) -> list[list[ChatMessage]]:
-    """The conversations in the argument `messages` of LLM.chat."""
+    """Returns the conversations in the argument `messages` of LLM.chat."""
     is_one = isinstance(messages, str | dict) or (
         isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], dict)
     )
@@ -579,6 +582,6 @@ def _conversations(messages: Any) -> list[list[ChatMessage]]:
 
 
 def _refusal(output: RequestOutput | PoolingRequestOutput) -> InvalidParameterError:
-    """The error of a request of which the engine refused a parameter."""
+    """Returns the error of a request for which the engine refused a parameter."""
     parameter = output.error_parameter or ""
     return InvalidParameterError(parameter, (output.error or "").removeprefix(f"{parameter}: "))

@@ -27,7 +27,7 @@ CHUNK = 128  # texts that are tokenized together
 class LLMEngine(BlockingCalls):
     """Call `add_request` any number of times, then `step` while `has_unfinished_requests`.
 
-    For one thread.
+    One thread uses it.
 
     config: resolved, as from EngineArgs.create_engine_config. client: LLMEngine owns it; `shutdown`
     ends it. tokenizer_load: see clients/connect.py.
@@ -45,8 +45,8 @@ class LLMEngine(BlockingCalls):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, engine: str = "process") -> LLMEngine:
-        """`engine`: "process" (a child of this process), "inproc", or the address of a daemon
-        ("ipc://...").
+        """Blocks until the engine is ready. `engine` is "process" (a child of this process),
+        "inproc", or the address of a daemon ("ipc://...").
         """
         config, client, tokenizer_load = connect(engine_args, engine)
         try:
@@ -157,11 +157,11 @@ def run_in_windows(
     come. Texts are tokenized in chunks and submitted in windows, so that memory depends on the
     results alone.
 
-    `num_prompts`, for error messages; None: unknown. `num_before`, also for messages: how many
-    prompts of the caller's list precede these. The requests have the ids from `first_id` on.
-    `options`: of InputProcessor.process_batch. Raises InvalidParameterError with the prompt's
-    index; prompts before it may have been computed. The caller aborts what is unfinished after an
-    exception.
+    `num_prompts` is for error messages, and None means unknown. `num_before`, also for messages, is
+    how many prompts of the caller's list precede these. The requests have the ids from `first_id`
+    on. `options` are those of InputProcessor.process_batch. Raises InvalidParameterError with the
+    prompt's index; prompts before it may have been computed. The caller aborts what is unfinished
+    after an exception.
     """
     window = 2 * max(engine.config.num_seqs_at_once, CHUNK)
     more, num_submitted, num_taken, is_at_end = iter(prompts), 0, 0, False

@@ -33,8 +33,8 @@ class RequestMetrics:
 
     The *_time fields are seconds since 1970, None until known. The later ones are arrival_time plus
     the monotonic time since then, so that setting the system's clock changes no difference. The
-    *_ts fields are times of the engine's monotonic clock in seconds, 0.0 until known. With n > 1:
-    the first token of any completion, the last of all.
+    *_ts fields are times of the engine's monotonic clock in seconds, 0.0 until known. With n > 1
+    they refer to the first token of any completion and to the last token of all.
     """
 
     arrival_time: float
@@ -115,7 +115,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values, for json.dumps."""
+        """Returns the fields as plain values, for json.dumps."""
         return asdict(self)
 
     def extend(self, delta: CompletionOutput) -> None:
@@ -153,7 +153,7 @@ class RequestOutput:
     kind_is_delta: bool = field(default=False, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values, for json.dumps, also those of the objects within."""
+        """Returns the fields as plain values, for json.dumps, also those of the objects within."""
         values = asdict(self)
         del values["kind_is_delta"]
         return values

@@ -26,7 +26,7 @@ class PoolingOutput:
     data: np.ndarray
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain values, for json.dumps, under the name of its property."""
+        """Returns the result as plain values, for json.dumps, under the name of its property."""
         return {"data": self.data.tolist()}
 
 
@@ -107,8 +107,8 @@ class PoolingRequestOutput:
         return self.result
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values, for json.dumps, with `outputs` instead of `result`: None for
-        a request without one.
+        """Returns the fields as plain values, for json.dumps, with `outputs` instead of `result`:
+        None for a request without one.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         result = values.pop("result")
@@ -116,7 +116,7 @@ class PoolingRequestOutput:
         return values | {"outputs": None if result is None else result.to_dict()}
 
     def merge(self, newer: Any) -> None:
-        """There is one output of a request that pools."""
+        """Raises AssertionError, because a request that pools has only one output."""
         raise AssertionError(f"request {self.request_id} has ended already")
 
 
@@ -133,7 +133,7 @@ class ClassificationRequestOutput(PoolingRequestOutput):
 
 
 class ScoringRequestOutput(PoolingRequestOutput):
-    """`outputs` is a ScoringOutput. Of a score of two embeddings, `prompt_token_ids` are those of
+    """`outputs` is a ScoringOutput. For a score of two embeddings, `prompt_token_ids` are those of
     both texts.
     """
 
@@ -142,7 +142,7 @@ class ScoringRequestOutput(PoolingRequestOutput):
 
 AnyOutput = RequestOutput | PoolingRequestOutput
 
-# What a request of a task gives.
+# Each task has the class of its output, and the class of its result.
 KINDS: dict[str, tuple[type[PoolingRequestOutput], type[PoolingOutput]]] = {
     "embed": (EmbeddingRequestOutput, EmbeddingOutput),
     "classify": (ClassificationRequestOutput, ClassificationOutput),
@@ -152,7 +152,7 @@ BY_TOKEN = (PoolingRequestOutput, PoolingOutput)
 
 
 def converted(output: PoolingRequestOutput, task: str, data: np.ndarray | None) -> Any:
-    """`output` as one of `task`, one of KINDS, with other data."""
+    """Returns `output` as an output of `task`, one of KINDS, with other data."""
     output_type, result_type = KINDS[task]
     values: dict[str, Any] = {field.name: getattr(output, field.name) for field in fields(output)}
     values["result"] = None if data is None else result_type(data)

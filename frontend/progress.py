@@ -11,8 +11,8 @@ from typing import Any
 
 
 class ProgressBar:
-    """A tqdm progress bar over finished requests with tokens per second. Does nothing if use_tqdm
-    is false.
+    """A tqdm progress bar over finished requests with tokens per second. It does nothing if
+    use_tqdm is false.
     """
 
     def __init__(self, num_requests: int | None, use_tqdm: bool | Callable[..., Any]):

@@ -73,8 +73,8 @@ class RequestSession:
             self.tokenizer, client.ready.epoch, self.telemetry.finish, requests
         )
         self.num_inputs_refused = 0
-        self._trace: Trace | None = None  # that is being recorded
-        self._profile: tuple[Trace, str | None] | None = None  # of start_profile
+        self._trace: Trace | None = None  # the trace that is being recorded
+        self._profile: tuple[Trace, str | None] | None = None  # from start_profile on
 
     def process(
         self,
@@ -141,14 +141,14 @@ class RequestSession:
     def _abort_in_engine(self, request_ids: list[str]) -> None:
         try:
             self.client.abort_requests(request_ids)
-        except EngineDeadError:  # which the next wait for outputs raises
+        except EngineDeadError:  # the next wait for outputs raises it
             logger.debug("the engine is gone; its requests are lost")
 
     def has_unfinished_requests(self) -> bool:
         return self.output_processor.has_unfinished_requests()
 
     def fail(self, error: EngineDeadError) -> None:
-        """The engine is gone: its requests will not finish."""
+        """Ends the spans of the requests, which will not finish because the engine is gone."""
         self.telemetry.fail(error)
 
     @property
@@ -165,14 +165,16 @@ class RequestSession:
             self._trace = None
 
     def begin_profile(self, profile_prefix: str | None) -> None:
-        """The engine records its next steps, until `end_profile`."""
+        """Begins a trace of the engine's next steps, which `end_profile` ends."""
         from .trace.trace import Trace
 
         self._trace = Trace()
         self._profile = self._trace, profile_prefix
 
     def end_profile(self, result: Any, places: dict[str, str]) -> Trace:
-        """`result`: of EngineCore.end_trace. `places`: see Trace.complete."""
+        """Returns the trace. `result` is that of EngineCore.end_trace. `places`: see
+        Trace.complete.
+        """
         assert self._profile is not None
         trace, profile_prefix = self._profile
         self._profile = self._trace = None
@@ -186,7 +188,7 @@ class RequestSession:
             raise InvalidParameterError("trace", "is not being recorded: start_profile first")
 
     def metrics(self, of_the_engine: dict[str, int]) -> dict[str, int]:
-        """The engine's metrics with this client's own; ipc/counters.py lists them."""
+        """Returns the engine's metrics with this client's own; ipc/counters.py lists them."""
         restarts = self.client.restarts
         own = ClientCounters(
             num_inputs_refused=self.num_inputs_refused,
@@ -200,12 +202,14 @@ class RequestSession:
         return of_the_engine | msgspec.structs.asdict(own)
 
     def with_own_counters(self, observation: dict[str, Any]) -> dict[str, Any]:
-        """The result of Observer.observe with this session's counters added."""
+        """Returns the result of Observer.observe with this session's counters added."""
         return observation | {"counters": self.metrics(observation["counters"])}
 
 
 def find_eos_ids(model_config: ModelConfig, own: int | None) -> list[int]:
-    """End-of-sequence ids: `own`, the tokenizer's, first. Others are stop reasons, as in vLLM."""
+    """Returns the end-of-sequence ids: `own`, the tokenizer's, comes first. Others are stop
+    reasons, as in vLLM.
+    """
     generation_config = read_generation_config(Path(model_config.model))
     generation_config |= model_config.override_generation_config
     found = eos_token_ids(generation_config, model_config.hf_config)
@@ -213,8 +217,8 @@ def find_eos_ids(model_config: ModelConfig, own: int | None) -> list[int]:
 
 
 def default_sampling_params(model_config: ModelConfig) -> SamplingParams:
-    """The defaults of SamplingParams, overridden by the configuration's `generation_config` and
-    then by `override_generation_config`.
+    """Returns the defaults of SamplingParams, overridden by the configuration's `generation_config`
+    and then by `override_generation_config`.
     """
     overrides = model_config.override_generation_config
     for key in overrides:

@@ -29,17 +29,19 @@ QUANTIZED_HEAD_BYTES = 1.0  # whatever the layers have
 
 @dataclass(frozen=True)
 class CpuLimits:
-    """Measured limits in bytes and operations per second."""
+    """The measured limits, in bytes and operations per second."""
 
     read_bandwidth: dict[int, float]  # threads -> for as much memory as the weights take
     gemm_flops: dict[str, float]  # type of the numbers -> the fastest product
 
     def bandwidth(self, num_threads: int) -> float:
-        """The highest bandwidth with at most this many threads: fewer are sometimes faster."""
+        """Returns the highest bandwidth with at most this many threads: fewer are sometimes
+        faster.
+        """
         return max(rate for count, rate in self.read_bandwidth.items() if count <= num_threads)
 
     def flops(self, quantized: bool) -> float:
-        """The fastest product for this dtype.
+        """Returns the fastest product for this dtype.
 
         A faster dtype counts, too: bfloat16 may be computed as float32 on a CPU without
         instructions for it. int8 counts for quantized weights only.
@@ -110,7 +112,9 @@ class ModelWork:
         )
 
     def prefill(self, num_tokens: int) -> StepWork:
-        """Logits of one row; each token attends to itself and those before it."""
+        """Returns the work of a prefill: logits of one row, and each token attends to itself and
+        those before it.
+        """
         pairs = num_tokens * (num_tokens + 1) / 2
         weight_flops = 2 * (num_tokens * self.layer_weights + self.head_weights)
         return StepWork(
@@ -161,7 +165,7 @@ def run_plan(
 ) -> tuple[CpuLimits, list[Phase]]:
     """Runs the measurements in a separate process, which prints nothing.
 
-    `limits` None: they are measured first. `config` is resolved and fits the plan. Raises
+    If `limits` is None, they are measured first. `config` is resolved and fits the plan. Raises
     QuireError if the process fails; its output is on standard error.
     """
     job = {

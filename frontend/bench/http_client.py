@@ -25,7 +25,8 @@ from ...ipc.errors import InvalidParameterError
 
 MAX_KEPT_BODY = 2**20  # of an answer that is not a stream
 
-# Kinds of failure as the report names them. An answer with a status other than 200 is "HTTP 429".
+# These are the kinds of failure as the report names them. A status other than 200 is named like
+# "HTTP 429".
 CONNECTION_REFUSED = "connection refused"
 CONNECTION_FAILED = "connection failed"  # no such host, no route
 TLS_FAILED = "TLS failed"  # a certificate that is not trusted, or no TLS at the other end
@@ -84,7 +85,7 @@ class HttpConnection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._answer: Answer | None = None
         self._now = 0.0
-        # neither a length nor chunks: the body ends with the connection
+        # if there are neither a length nor chunks, the body ends with the connection
         self._ends_with_connection = False
         self.received_anything = False
         self.is_reusable = False
@@ -214,7 +215,7 @@ class HttpClient:
                 if failure.kind != CONNECTION_LOST or not was_idle:
                     raise
                 continue  # the server had closed the idle connection
-            except BaseException:  # a timeout or Ctrl-C: what arrives now is unused
+            except BaseException:  # after a timeout or Ctrl-C, what arrives is unused
                 connection.close()
                 raise
             if connection.is_reusable:

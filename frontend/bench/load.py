@@ -26,7 +26,7 @@ Send = Callable[[Any, int], Awaitable[Outcome]]  # (prompt or messages, max_toke
 
 
 def arrival_times(num_requests: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Arrival times in seconds from the start, with a mean of `rate` per second.
+    """Returns arrival times in seconds from the start, with a mean of `rate` per second.
 
     The intervals are gamma distributed: burstiness 1 is a Poisson process, less makes bursts, more
     is more regular. With an infinite rate all requests arrive at once.

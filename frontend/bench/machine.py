@@ -30,7 +30,7 @@ def processor_name() -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """For result files: plain values, without names of people, hosts or paths."""
+    """Returns plain values for result files, without names of people, hosts or paths."""
     import psutil
 
     return {
@@ -47,7 +47,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def measure_read_bandwidth(num_bytes: int, num_threads: int, seconds: float = 0.5) -> float:
-    """Best rate in bytes per second at which threads read an array of num_bytes within `seconds`.
+    """Returns the best rate in bytes per second at which threads read an array of num_bytes within
+    `seconds`.
 
     An array that fits the caches is read from them, as weights would be.
     """

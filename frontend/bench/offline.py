@@ -65,7 +65,7 @@ class OfflineRun:
 def sampling_params(
     requests: list[WorkloadRequest], *, ignore_eos: bool, temperature: float, seed: int
 ) -> list[SamplingParams]:
-    """Each request has a seed of its own, from `seed` on."""
+    """Returns the parameters of each request, which has a seed of its own, from `seed` on."""
     return [
         SamplingParams(
             max_tokens=request.max_tokens,
@@ -78,7 +78,7 @@ def sampling_params(
 
 
 def engine_prompts(requests: list[WorkloadRequest]) -> list[Any]:
-    """Texts, or token ids as LLM.generate takes them."""
+    """Returns texts, or token ids as LLM.generate takes them."""
     prompts = [request.prompt for request in requests]
     return [{"prompt_token_ids": p} if isinstance(p, list) else p for p in prompts]
 
@@ -112,8 +112,8 @@ def run_throughput(
 
 
 def summarize_steps(records: list[Any]) -> Steps:
-    """`records`: as from Observer.observe, (step, start, schedule_s, execute_s, process_s,
-    prefill tokens, decode tokens, requests, preemptions).
+    """Summarizes `records`, which Observer.observe returns: (step, start, schedule_s, execute_s,
+    process_s, prefill tokens, decode tokens, requests, preemptions).
     """
     decodes = [record for record in records if not record[5] and record[6]]
     # a step may decode several tokens of each request
@@ -135,8 +135,8 @@ def run_latency(
     num_iters: int,
     use_tqdm: bool,
 ) -> tuple[list[float], list[Phases]]:
-    """Runs the same batch num_iters times without prefix-cache hits; the seconds and phases of each
-    run. `use_tqdm`: with a progress bar on stderr if that is a terminal.
+    """Runs the same batch num_iters times without prefix-cache hits, and returns the seconds and
+    phases of each run. `use_tqdm` shows a progress bar on stderr if that is a terminal.
     """
     from tqdm import tqdm
 
@@ -155,8 +155,8 @@ def run_latency(
 
 
 def run_embed(llm: LLM, batches: list[list[str]]) -> tuple[list[float], int]:
-    """The seconds of each batch of texts, and the tokens of all. Raises what LLM.embed raises, and
-    QuireError for a text that fails.
+    """Returns the seconds of each batch of texts, and the tokens of all. Raises what LLM.embed
+    raises, and QuireError for a text that fails.
     """
     seconds, num_tokens = [], 0
     for texts in batches:
@@ -209,7 +209,7 @@ def measure_read_limit(config: EngineConfig) -> ReadLimit:
 
 
 def num_parameters(model: Path) -> int:
-    """Elements of all tensors, from the headers of the weight files."""
+    """Counts the elements of all tensors, from the headers of the weight files."""
     if is_gguf(model):
         return sum(prod(tensor.shape) for tensor in read_gguf(model).tensors.values())
     headers = map(read_header, find_weight_files(model))

@@ -110,8 +110,8 @@ class StreamReader:
         self._pieces: list[str] = []
 
     def feed(self, data: bytes, now: float) -> None:
-        """Raises Failure for an error in the stream, and for data that is not a stream of
-        chunks.
+        """Reads data. Raises Failure for an error in the stream, and for data that is not a stream
+        of chunks.
         """
         try:
             events = self._events.feed(data)
@@ -249,7 +249,7 @@ def check_answer(answer: Answer) -> None:
 
 
 async def first_model(client: HttpClient) -> str | None:
-    """The first name of /v1/models; None if the server has no such route.
+    """Returns the first name of /v1/models, or None if the server has no such route.
 
     Raises Failure if there is no server, or it refuses.
     """
@@ -271,7 +271,7 @@ async def first_model(client: HttpClient) -> str | None:
 
 
 def error_text(body: bytes) -> str:
-    """The message in an error's body, whatever its shape, or the beginning of the body."""
+    """Returns the message in an error's body, whatever its shape, or the beginning of the body."""
     try:
         found = msgspec.json.decode(body)
         for key in ("error", "detail", "message"):

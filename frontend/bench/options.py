@@ -64,7 +64,9 @@ class WorkloadOptions:
 
 
 def require_at_least(least: int, **values: int) -> None:
-    """`values`: by the names of their flags."""
+    """Raises InvalidParameterError for a value below `least`. `values` have the names of their
+    flags.
+    """
     for name, value in values.items():
         option = "--" + name.replace("_", "-")
         require(value >= least, option, f"must be at least {least}, got {value}")

@@ -16,7 +16,9 @@ MIDDLE = 'text-anchor="middle"'
 
 
 def line_chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Points]) -> str:
-    """`lines`: name -> points, all positive. A name that ends in "limit" is dashed."""
+    """Returns the chart as SVG. `lines` maps names to points, all positive. A name that ends in
+    "limit" is dashed.
+    """
     xs = [x for points in lines.values() for x, _ in points]
     ys = [y for points in lines.values() for _, y in points]
     if not xs or min(xs) <= 0 or min(ys) <= 0:
@@ -63,8 +65,8 @@ def _scale(values: Sequence[float], start: float, end: float):
 
 
 def _ticks(least: float, most: float) -> list[float]:
-    """1, 2 and 5 times powers of ten within the range; the ends of the range if these are too
-    few.
+    """Returns 1, 2 and 5 times powers of ten within the range, or the ends of the range if these
+    are too few.
     """
     exponents = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
     ticks = [digit * 10.0**exponent for exponent in exponents for digit in (1, 2, 5)]

@@ -17,14 +17,14 @@ from .machine import describe_machine
 from .openai_client import Outcome
 from .statistics import METRICS, PERCENTILES, Results, Summary, percentile
 
-# Beyond these the client itself was measured: its core is busy, or its event loop reads the socket
-# late.
+# Beyond these limits the client itself was measured: its core is busy, or its event loop reads the
+# socket late.
 MAX_CLIENT_CPU_SHARE = 0.8
 MAX_CLIENT_LAG_S = 0.02
 
 
 def client_figures(report: LoadReport, results: Results) -> dict[str, float]:
-    """CPU time and lateness of this client."""
+    """Returns the CPU time and the lateness of this client."""
     lags, delays = sorted(report.lags) or [0.0], sorted(report.send_delays) or [0.0]
     return {
         "cpu_share": report.client_cpu_s / report.duration_s if report.duration_s else 0.0,
@@ -37,7 +37,7 @@ def client_figures(report: LoadReport, results: Results) -> dict[str, float]:
 
 
 def client_warning(client: dict[str, float]) -> str | None:
-    """A warning if the client was too slow to be trusted."""
+    """Returns a warning if the client was too slow to be trusted."""
     lag_ms = 1000 * max(client["event_loop_lag_p99_s"], client["send_delay_p99_s"])
     if client["cpu_share"] > MAX_CLIENT_CPU_SHARE:
         what = f"it used {100 * client['cpu_share']:.0f} % of a core, and it can use only one"
@@ -62,7 +62,7 @@ def milliseconds_table(rows: list[tuple[str, Summary | None]]) -> list[str]:
 
 
 def format_results(report: LoadReport, results: Results, limits: dict[str, float]) -> str:
-    """The table for standard output."""
+    """Returns the table for standard output."""
     lines = []
 
     def line(title: str, value: Any, rate: float | None = None, unit: str = "") -> None:
@@ -108,7 +108,7 @@ def format_results(report: LoadReport, results: Results, limits: dict[str, float
 
 
 def results_as_json(report: LoadReport, results: Results) -> dict[str, Any]:
-    """The results, and a row per request with times in seconds from the start."""
+    """Returns the results, and a row per request with times in seconds from the start."""
     client = client_figures(report, results)
     return {
         "was_interrupted": report.was_interrupted,

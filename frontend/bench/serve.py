@@ -21,7 +21,7 @@ from .options import ServeOptions
 from .workloads import PromptTokenizer, WorkloadRequest
 
 POLL_INTERVAL_S = 1.0
-# for single-model servers without /v1/models, which ignore the name
+# Single-model servers without /v1/models ignore the name.
 NO_MODEL_NAME = "default"
 
 
@@ -50,7 +50,9 @@ async def run_serve(
     on_start: Callable[[], None] = lambda: None,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> ServeRun:
-    """Raises BenchmarkError if no warm-up succeeds; later failures are recorded in Outcomes."""
+    """Runs the benchmark. Raises BenchmarkError if no warm-up succeeds; later failures are recorded
+    in Outcomes.
+    """
     headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     client = HttpClient(with_v1(options.base_url), headers, options.timeout_s)
     try:
@@ -82,7 +84,7 @@ async def run_serve(
 
 
 async def _model_name(client: HttpClient, options: ServeOptions, model: str | None) -> str:
-    """The user's name, or the server's.
+    """Returns the user's name, or the server's.
 
     Waits for the server for options.ready_timeout_s.
     """
@@ -119,7 +121,9 @@ async def _warm_up(
 
 @contextmanager
 def _interrupted_by_ctrl_c(runner: LoadRunner) -> Iterator[None]:
-    """The first Ctrl-C ends the run and keeps the results; the second one is Python's default."""
+    """In this context the first Ctrl-C ends the run and keeps the results; the second one is
+    Python's default.
+    """
     loop = asyncio.get_running_loop()
 
     def interrupt() -> None:

@@ -22,7 +22,9 @@ METRICS = {
 
 
 def percentile(ordered: Sequence[float], p: float) -> float:
-    """The p-th percentile of ascending values, with linear interpolation, as numpy's default."""
+    """Returns the p-th percentile of ascending values, with linear interpolation, as numpy does by
+    default.
+    """
     position = (len(ordered) - 1) * p / 100
     below = int(position)
     above = min(below + 1, len(ordered) - 1)
@@ -40,7 +42,7 @@ class Summary:
 
 
 def summarize(values: Iterable[float]) -> Summary | None:
-    """None if there are no values."""
+    """Returns None if there are no values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -53,7 +55,7 @@ def summarize(values: Iterable[float]) -> Summary | None:
 
 
 def metric_values(outcome: Outcome, metric: str) -> list[float]:
-    """A request's values of one of METRICS, in seconds."""
+    """Returns a request's values of one of METRICS, in seconds."""
     if metric == "itl":
         return outcome.itls
     value = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.e2e}[metric]
@@ -61,7 +63,9 @@ def metric_values(outcome: Outcome, metric: str) -> list[float]:
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
-    """["ttft:200", "tpot:50"], in milliseconds -> {"ttft": 0.2, "tpot": 0.05}, in seconds."""
+    """Converts ["ttft:200", "tpot:50"], in milliseconds, to {"ttft": 0.2, "tpot": 0.05}, in
+    seconds.
+    """
     limits = {}
     for word in words:
         metric, _, value = word.partition(":")
@@ -79,7 +83,7 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 
 
 def is_good(outcome: Outcome, limits: dict[str, float]) -> bool:
-    """Whether a request succeeded within every limit (for itl: in the mean).
+    """Returns whether a request succeeded within every limit (for itl, in the mean).
 
     A metric without a value counts as within its limit.
     """
@@ -91,7 +95,7 @@ def is_good(outcome: Outcome, limits: dict[str, float]) -> bool:
 
 
 def failures_by_kind(outcomes: Iterable[Outcome]) -> dict[str, tuple[int, str]]:
-    """kind -> (count, text of the first), most frequent first."""
+    """Returns {kind: (count, text of the first)}, most frequent first."""
     found: dict[str, tuple[int, str]] = {}
     for outcome in outcomes:
         if outcome.failure is not None:

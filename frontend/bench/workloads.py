@@ -55,7 +55,7 @@ class WorkloadRequest:
 def make_requests(
     options: WorkloadOptions, tokenizer: PromptTokenizer | None = None
 ) -> list[WorkloadRequest]:
-    """The requests in order. Raises InvalidParameterError for an unusable file."""
+    """Returns the requests in order. Raises InvalidParameterError for an unusable file."""
     if options.token_ids and tokenizer is None:
         raise InvalidParameterError("--token-ids", "needs --tokenizer")
     rng = random.Random(options.seed)
@@ -77,7 +77,9 @@ def make_requests(
 
 
 def length(middle: int, options: WorkloadOptions, rng: random.Random) -> int:
-    """Uniformly distributed around `middle` within range_ratio, at least 1."""
+    """Returns a length that is uniformly distributed around `middle` within range_ratio, at least
+    1.
+    """
     spread = int(middle * options.range_ratio)
     return max(1, rng.randint(middle - spread, middle + spread))
 
@@ -95,14 +97,14 @@ class TextSource:
     def request(
         self, num_tokens: int, max_tokens: int, beginning: str | list[int] | None = None
     ) -> WorkloadRequest:
-        """`beginning`, if any, followed by num_tokens of its own."""
+        """Returns a request: `beginning`, if any, followed by num_tokens of its own."""
         prompt = self.piece(num_tokens)
         if beginning:
             prompt = beginning + prompt if self.token_ids else f"{beginning} {prompt}"
         return self.of(prompt, max_tokens)
 
     def piece(self, num_tokens: int) -> Any:
-        """Part of a prompt: ids or text."""
+        """Returns part of a prompt: ids or text."""
         return self.ids(num_tokens) if self.token_ids else self.text(num_tokens)
 
     def of(self, prompt: str | list[int], max_tokens: int) -> WorkloadRequest:
@@ -119,8 +121,8 @@ class TextSource:
         return self.rng.choices(self._ids, k=num_tokens)
 
     def text(self, num_tokens: int) -> str:
-        """Decoded tokens rarely encode to the same number: returns the text of the nearest
-        length in a few tries.
+        """Returns the text of the nearest length in a few tries, because decoded tokens rarely
+        encode to the same number.
         """
         if self.tokenizer is None:
             return " ".join(self.rng.choices(WORDS, k=num_tokens))
@@ -139,7 +141,7 @@ class TextSource:
 def _with_prefixes(
     options: WorkloadOptions, text: TextSource, rng: random.Random
 ) -> list[WorkloadRequest]:
-    """input_len counts prefix and rest; the prefixes rotate."""
+    """Returns requests with shared prefixes, which rotate. input_len counts prefix and rest."""
     own = options.input_len - options.prefix_len
     if own < 1:
         raise InvalidParameterError(
@@ -160,7 +162,7 @@ def _with_prefixes(
 def _from_file(
     options: WorkloadOptions, text: TextSource, rng: random.Random
 ) -> list[WorkloadRequest]:
-    """A random selection of the file's conversations, repeated if there are too few."""
+    """Returns a random selection of the file's conversations, repeated if there are too few."""
     pairs = list(_read_pairs(Path(options.dataset_path or "")))
     if not pairs:
         raise InvalidParameterError("--dataset-path", f"{options.dataset_path} holds no prompt")
@@ -176,8 +178,8 @@ def _from_file(
 
 
 def _read_pairs(path: Path) -> Iterator[tuple[str, str]]:
-    """(prompt, answer or "") of each entry: ShareGPT's JSON array, or JSON lines with "prompt" or
-    "conversations" or "messages".
+    """Yields (prompt, answer or "") for each entry of ShareGPT's JSON array, or of JSON lines with
+    "prompt" or "conversations" or "messages".
     """
     try:
         raw = path.read_text(encoding="utf-8-sig")
@@ -196,7 +198,7 @@ def _read_pairs(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _pair(record: Any) -> tuple[str, str] | None:
-    """None for an entry without a text prompt: ShareGPT has conversations of one turn, and
+    """Returns None for an entry without a text prompt: ShareGPT has conversations of one turn, and
     conversations that the assistant starts.
     """
     if isinstance(record, str):

@@ -23,7 +23,7 @@ HELP = "\n".join(
         *(f"  quire bench {mode:<10}  {what}" for mode, what in MODES.items()),
     ]
 )
-# of the other modes: bench_offline
+# bench_offline has the other modes
 MODULES = {"serve": "bench_serve", "cpu": "bench_cpu"}
 
 

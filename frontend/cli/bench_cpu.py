@@ -139,8 +139,8 @@ def fitting(config: EngineConfig, plan: StepPlan, work: ModelWork) -> EngineConf
 def sweeps(
     config: EngineConfig, args: argparse.Namespace, longest: int, most_threads: int
 ) -> list[tuple[str, EngineConfig, Any]]:
-    """(name of the varied quantity, configuration of the engine, phases to measure) of each
-    sweep.
+    """Returns (name of the varied quantity, configuration of the engine, phases to measure) for
+    each sweep.
     """
     from ..bench.cpu import ROOM, StepPlan
     from ..engine_args import replace as replaced

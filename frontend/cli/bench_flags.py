@@ -1,4 +1,4 @@
-"""What the modes of `quire bench` share: flags, and the file of the results.
+"""The flags and the file of results that the modes of `quire bench` share.
 
 Must not know: how anything is measured.
 """
@@ -17,7 +17,7 @@ NOT_SETTINGS = ("api_key", "settings", "config", "print_config")
 
 
 def add_workload(parser: Parser, *, tokenizer: bool) -> None:
-    """The flags of WorkloadOptions. `tokenizer`: one may be chosen for the prompts."""
+    """Adds the flags of WorkloadOptions. `tokenizer`: whether one may be chosen for the prompts."""
     add = parser.group("workload")
     add.fields(WorkloadOptions)
     if tokenizer:
@@ -49,7 +49,9 @@ def options_of(options: type[T], args: argparse.Namespace, **others: Any) -> T:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """All flags as JSON values, without the key and the record of where settings came from."""
+    """Returns all flags as JSON values, without the key and the record of where settings
+    came from.
+    """
     return {
         name: str(value) if value == float("inf") else value
         for name, value in vars(args).items()

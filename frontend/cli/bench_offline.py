@@ -106,8 +106,8 @@ def format_throughput(run: OfflineRun, num_requests: int) -> str:
 
 
 def format_steps(steps: Steps, limit: ReadLimit) -> str:
-    """Text about the last steps: the share of each phase, and the decode-only steps compared with
-    the minimum set by memory bandwidth.
+    """Returns text about the last steps: the share of each phase, and the decode-only steps
+    compared with the minimum set by memory bandwidth.
     """
     total = steps.schedule_s + steps.execute_s + steps.process_s or 1.0
     parts = {"schedule": steps.schedule_s, "execute": steps.execute_s, "process": steps.process_s}
@@ -159,7 +159,7 @@ def latency(argv: list[str]) -> int:
 
 
 def format_phases(phases: list[Phases], limit: ReadLimit, batch_size: int) -> str:
-    """The rates of the median run. A decode step produces one token for each request of the
+    """Returns the rates of the median run. A decode step produces one token for each request of the
     batch.
     """
     prefill = sorted(phases, key=lambda phase: phase.prefill_s)[len(phases) // 2]
@@ -235,7 +235,9 @@ def embed(argv: list[str]) -> int:
 
 @contextmanager
 def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
-    """The engine that the flags configure. Its default seed is 0, so that runs are comparable."""
+    """Yields the engine that the flags configure. Its default seed is 0, so that runs are
+    comparable.
+    """
     from ..llm import LLM
 
     arguments = given(args, engine_flags())
@@ -250,7 +252,9 @@ def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
 def _prepare(
     llm: LLM, options: WorkloadOptions, args: argparse.Namespace
 ) -> tuple[list[WorkloadRequest], list[SamplingParams], ReadLimit]:
-    """The requests and their parameters, and the limit, measured while the engine is idle."""
+    """Returns the requests and their parameters, and the limit, measured while the engine
+    is idle.
+    """
     from ..bench.offline import measure_read_limit, sampling_params
 
     tokenizer = llm.get_tokenizer()

@@ -147,7 +147,9 @@ def _run_serve(
 
 
 class RequestBar:
-    """One line on stderr if that is a terminal: completed requests, including failures."""
+    """Shows the completed requests, including failures, in one line on stderr if that is a
+    terminal.
+    """
 
     def __init__(self, total: int):
         self.total, self.num_failures, self._bar = total, 0, None

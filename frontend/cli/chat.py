@@ -100,7 +100,9 @@ def talk_interactively(conversation: Conversation) -> int:
 
 
 def make_display(out: TextIO) -> PlainDisplay:
-    """A display that renders Markdown if the terminal supports cursor movement, else plain text."""
+    """Returns a display that renders Markdown if the terminal supports cursor movement, or one that
+    prints plain text.
+    """
     is_capable = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     return (MarkdownDisplay if is_capable else PlainDisplay)(out, sys.stderr)
 

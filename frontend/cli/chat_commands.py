@@ -47,8 +47,8 @@ class Commands:
         self.is_over = False
 
     def run(self, line: str) -> None:
-        """Raises InvalidParameterError naming the command for an unknown command or invalid
-        input.
+        """Runs a line. Raises InvalidParameterError naming the command for an unknown command or
+        invalid input.
         """
         name, _, argument = line.strip().partition(" ")
         if name not in COMMANDS:
@@ -161,7 +161,7 @@ def _path(command: str, argument: str) -> Path:
 
 
 def _read(command: str, path: Path) -> Saved:
-    """A saved conversation. Raises InvalidParameterError for any other file."""
+    """Returns A saved conversation. Raises InvalidParameterError for any other file."""
     if not path.is_file():
         raise InvalidParameterError(command, f"{path} is not a file")
     try:

@@ -28,14 +28,16 @@ _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 
 
 def history_file() -> Path:
-    """Path in the user's state directory, following the XDG base directory specification."""
+    """Returns path in the user's state directory, following the XDG base directory
+    specification.
+    """
     state = os.environ.get("XDG_STATE_HOME", "")
     base = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
     return base / "quire" / "chat_history"
 
 
 def open_history(path: Path, notice: Any) -> History:
-    """The turns of earlier sessions, in a file that only its owner can read (mode 0600).
+    """Returns the turns of earlier sessions, in a file that only its owner can read (mode 0600).
 
     If the file is not writable, `notice` is called with a sentence, and the history is kept for
     this session only.
@@ -63,8 +65,8 @@ def open_history(path: Path, notice: Any) -> History:
 
 
 def make_editor(history: History, commands: list[str], **options: Any) -> PromptSession[str]:
-    """An editor that reads one turn. Enter sends it, Alt-Enter or a trailing backslash begins a new
-    line, and pasted text keeps its lines. `options`: arguments of PromptSession.
+    """Returns an editor that reads one turn. Enter sends it, Alt-Enter or a trailing backslash
+    begins a new line, and pasted text keeps its lines. `options`: arguments of PromptSession.
     """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
@@ -115,14 +117,14 @@ class PlainDisplay:
 
     def __init__(self, out: TextIO, err: TextIO):
         self.out, self.err, self.dim = out, err, Dim(out)
-        self._has_reasoning = False  # before the answer, on the screen
+        self._has_reasoning = False  # reasoning is on the screen before the answer
 
     def write(self, text: str) -> None:
         self._end_reasoning()
         print(text, end="", file=self.out, flush=True)
 
     def write_reasoning(self, text: str) -> None:
-        """Only to a terminal: what is not one gets the answer alone."""
+        """Shows the reasoning only on a terminal. Any other file gets the answer alone."""
         if self.out.isatty():
             self._has_reasoning = True
             print(self.dim(_CONTROL.sub("", text)), end="", file=self.out, flush=True)
@@ -201,8 +203,8 @@ class MarkdownDisplay(PlainDisplay):
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """(complete blocks, the rest), split at the last blank line that is outside of fenced code and
-    followed by a line without indentation.
+    """Returns (complete blocks, the rest). The split is at the last blank line that is outside of
+    fenced code and followed by a line without indentation.
     """
     fence, end, position, after_blank = "", 0, 0, False
     for line in text.splitlines(keepends=True):
@@ -215,7 +217,7 @@ def split_blocks(text: str) -> tuple[str, str]:
 
 
 def _fence_after(line: str, fence: str) -> str:
-    """The code fence that is open after `line`, or "". `fence` is the fence that was open
+    """Returns the code fence that is open after `line`, or "". `fence` is the fence that was open
     before it.
     """
     if fence:
@@ -226,7 +228,7 @@ def _fence_after(line: str, fence: str) -> str:
 
 
 def last_lines(text: str, count: int) -> str:
-    """The last lines of Markdown text. A code block that is cut keeps its fence."""
+    """Returns the last lines of Markdown text. A code block that is cut keeps its fence."""
     lines, fence = text.splitlines(), ""
     for line in lines[:-count]:
         fence = _fence_after(line, fence)

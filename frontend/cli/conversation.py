@@ -43,7 +43,7 @@ class Display(Protocol):
 
 @dataclass
 class Stats:
-    """Counts are in tokens unless named otherwise."""
+    """Holds the counts, in tokens unless named otherwise, and times."""
 
     num_turns: int = 0
     num_dropped_turns: int = 0
@@ -146,7 +146,8 @@ class Conversation:
         self.messages = [*kept, {"role": "assistant", "content": answer}]
 
     def _fit(self, asked: list[Message], params: SamplingParams) -> tuple[list[Message], list[int]]:
-        """The newest turns that fit and leave room for an answer, and their number of tokens.
+        """Returns the newest turns that fit and leave room for an answer, and their number of
+        tokens.
 
         The last turn is always kept. The engine rejects it if it alone is too long.
         """

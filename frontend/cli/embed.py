@@ -104,7 +104,7 @@ def embed(
     from ..progress import ProgressBar
     from .embed_writers import make_writer
 
-    # with the model's first task, which says the shape of the rows
+    # the model's first task says the shape of the rows
     params = engine.session.input_processor.complete(params)
     num_lines, digest = count_lines(file)
     run = None if digest is None else run_of(engine, digest, params, args)
@@ -187,8 +187,8 @@ def run_of(
 
 
 class InOrder:
-    """Passes results to the writer in the order of their texts. Few wait: requests run in
-    windows.
+    """Passes results to the writer in the order of their texts. Few results wait, because requests
+    run in windows.
     """
 
     def __init__(self, writer: Writer):
@@ -198,7 +198,7 @@ class InOrder:
         self._waiting: dict[int, PoolingRequestOutput] = {}
 
     def take(self, index: int, output: PoolingRequestOutput) -> None:
-        """Raises QuireError for a text that failed."""
+        """Takes a result. Raises QuireError for a text that failed."""
         self.num_tokens += len(output.prompt_token_ids)
         self._waiting[index] = output
         start = self.num_written
@@ -210,8 +210,8 @@ class InOrder:
 
 
 def read_texts(file: BinaryIO, name: str) -> Iterator[tuple[str, Record]]:
-    """Each text with the other fields of its record, its index if it has none. Raises
-    InvalidParameterError with the number of the line.
+    """Yields each text with the other fields of its record, or with its index if it has none.
+    Raises InvalidParameterError with the number of the line.
     """
     is_json: bool | None = True if name.endswith(".jsonl") else None if name == "-" else False
     for index, raw in enumerate(file):
@@ -244,8 +244,8 @@ def parse_record(line: str, where: str, index: int) -> tuple[str, Record]:
 
 
 def count_lines(file: BinaryIO) -> tuple[int | None, str | None]:
-    """The number of lines of a regular file, for the progress bar, and a digest of its content;
-    None for a stream.
+    """Returns the number of lines of a regular file, for the progress bar, and a digest of its
+    content. Both are None for a stream.
     """
     if not file.seekable():
         return None, None

@@ -42,8 +42,8 @@ class Writer(Protocol):
     num_done: int  # rows that an earlier, interrupted run has written
 
     def write(self, record: dict[str, Any], data: np.ndarray) -> None:
-        """The next row: f4 [size] or [num_tokens, size], and the fields of its input's record
-        except the text.
+        """Writes the next row: f4 [size] or [num_tokens, size], and the fields of its input's
+        record except the text.
         """
         ...
 
@@ -53,13 +53,13 @@ class Writer(Protocol):
 
     def leave(self) -> int:
         """Ends an interrupted run. Returns the number of rows that a second run need not compute.
-        If there are none, no file stays. Does nothing after `close`.
+        If there are none, no file stays. It does nothing after `close`.
         """
         ...
 
 
 class SavedRun(msgspec.Struct):
-    """Beside an incomplete file: what it holds."""
+    """Describes what an incomplete file holds. It is saved beside the file."""
 
     run: dict[str, Any]
     num_rows: int
@@ -71,8 +71,8 @@ class SavedRun(msgspec.Struct):
 
 
 def check_output(output: str, *, is_by_token: bool) -> None:
-    """`output`: a file name, or "-" for JSON lines on standard output. Raises InvalidParameterError
-    for a format that cannot hold the rows, or whose package is not installed.
+    """Checks `output`, a file name, or "-" for JSON lines on standard output. Raises
+    InvalidParameterError for a format that cannot hold the rows, or whose package is not installed.
     """
     suffix = Path(output).suffix
     if output != "-" and suffix not in (".jsonl", ".npy", ".parquet"):
@@ -95,8 +95,8 @@ def make_writer(
 ) -> Writer:
     """Returns a writer that continues where an interrupted run has stopped.
 
-    `run` holds what determines the rows, by name; None: the input cannot be read again, so an
-    incomplete file is of no use. `resumes`: whether rows of an earlier run are used.
+    `run` holds what determines the rows, by name. None means that the input cannot be read again,
+    so an incomplete file is of no use. `resumes` tells whether rows of an earlier run are used.
 
     Raises the errors of check_output, and InvalidParameterError if the file cannot be written, or
     holds rows of another run.
@@ -207,7 +207,7 @@ class PartialFile:
         """Does what Writer.leave says, for the rows of the last `save`."""
         if self.file.closed:
             return 0
-        with contextlib.suppress(OSError):  # a full disk: the last rows are lost
+        with contextlib.suppress(OSError):  # on a full disk the last rows are lost
             self.file.close()
         if self.num_rows == 0:
             self.partial.unlink(missing_ok=True)
@@ -216,7 +216,7 @@ class PartialFile:
 
 
 class StandardOutput:
-    """JSON lines, as JsonLines."""
+    """Writes JSON lines, as JsonLines does."""
 
     num_done = 0
 
@@ -261,7 +261,7 @@ class FileWriter(ABC):
 
     def leave(self) -> int:
         if not self._target.file.closed:
-            with contextlib.suppress(OSError):  # a full disk: the last state stands
+            with contextlib.suppress(OSError):  # on a full disk the last state stands
                 self._save()
         return self._target.leave()
 
@@ -271,14 +271,16 @@ def json_line(record: dict[str, Any], data: np.ndarray) -> bytes:
 
 
 class JsonLines(FileWriter):
-    """One object for each text: its record's fields, and `embedding`."""
+    """Writes one object for each text: its record's fields, and `embedding`."""
 
     def _append(self, record: dict[str, Any], data: np.ndarray) -> None:
         self._target.file.write(json_line(record, data))
 
 
 class Npy(FileWriter):
-    """numpy's format, version 1.0: f4 [number of texts, size]. The header is written last."""
+    """Writes numpy's format, version 1.0: f4 [number of texts, size]. The header is written
+    last.
+    """
 
     def __init__(self, target: PartialFile):
         super().__init__(target)
@@ -300,7 +302,7 @@ class Npy(FileWriter):
 
 
 class Parquet(FileWriter):
-    """Columns: those of the first record, and `embedding`, a list of f4 (of lists of f4 by
+    """Writes the columns of the first record, and `embedding`, a list of f4 (of lists of f4 by
     token).
 
     Until it is complete, the file is a stream of Arrow's batches. Parquet has its index at its end,
@@ -309,7 +311,7 @@ class Parquet(FileWriter):
 
     def __init__(self, target: PartialFile, is_by_token: bool):
         super().__init__(target)
-        # not installed with Quire: types are unknown
+        # pyarrow is not installed with Quire, so its types are unknown
         arrow: Any = import_module("pyarrow")
         self._arrow = arrow
         row = arrow.list_(arrow.float32())

@@ -75,7 +75,7 @@ class Flag:
     positional: bool = False
     # the default comes from elsewhere: the model's recommendation, a random number
     decided_later: bool = False
-    topic: str = ""  # names a group of the full help
+    topic: str = ""  # the name of a group of the full help
     is_secret: bool = False
     aliases: tuple[str, ...] = ()  # further options, or names of arguments
 
@@ -143,7 +143,9 @@ def server_flags() -> list[Flag]:
 
 
 def vllm_flags(*, of_server: bool) -> list[Flag]:
-    """Flags of `vllm serve` that Quire does not have. vllm_arguments.py accepts or rejects them."""
+    """Returns the flags of `vllm serve` that Quire does not have. vllm_arguments.py accepts or
+    rejects them.
+    """
     own = {*config_fields(), *(flag.name for flag in server_flags())}
     names = vllm_arguments.NAMES - own - (frozenset() if of_server else vllm_arguments.SERVER_NAMES)
     return [
@@ -189,12 +191,14 @@ def sampling_flags() -> list[Flag]:
 
 
 def all_flag_names() -> set[str]:
-    """The names of all commands' settings. A variable for another command is not an error."""
+    """Returns the names of all commands' settings. A variable for another command is not an
+    error.
+    """
     of_daemons = (ENGINE, LISTEN, REPLACE)
     flags = (*engine_flags(), *server_flags(), *sampling_flags(), *of_daemons)
     return {flag.name for flag in flags}
 
 
 def given(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
-    """The settings of these flags that were given by any source."""
+    """Returns the settings of these flags that were given by any source."""
     return {flag.name: getattr(args, flag.name) for flag in flags if hasattr(args, flag.name)}

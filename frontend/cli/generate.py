@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:
-    """All prompts of the command line.
+    """Returns all prompts of the command line.
 
     Raises InvalidParameterError for no prompt, an unreadable file or an invalid line.
     """

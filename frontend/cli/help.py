@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def parsers() -> Iterator[tuple[str, Parser]]:
-    """The parser of each command and mode of a benchmark, with all flags."""
+    """Yields the parser of each command and of each mode of a benchmark, with all flags."""
     from .bench import MODES, MODULES
 
     makers = {name: (name, "make_parser") for name in COMMANDS if name != "bench"} | {
@@ -89,7 +89,7 @@ def _flags(parser: Parser) -> Iterator[str]:
 
 
 def escaped(text: str) -> str:
-    """Plain text in one line of roff."""
+    """Returns plain text as one line of roff."""
     text = " ".join(text.split()).replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{text}" if text.startswith((".", "'")) else text
 
@@ -98,7 +98,7 @@ def escaped(text: str) -> str:
 
 
 def completion(shell: str) -> str:
-    """The script of a shell. Raises InvalidParameterError if shtab is not installed."""
+    """Returns the script of a shell. Raises InvalidParameterError if shtab is not installed."""
     try:
         import shtab  # type: ignore[import-not-found]
     except ImportError:

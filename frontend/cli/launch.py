@@ -208,7 +208,7 @@ def main(argv: list[str]) -> int:
 
 
 def find_settings(url: str, model: str | None, key: str | None, name: str) -> dict[str, str]:
-    """What stands for the $names in an agent's settings. Asks the server for its models.
+    """Returns what stands for the $names in an agent's settings. It asks the server for its models.
 
     Raises ServerError, and InvalidParameterError for a model that it does not have.
     """
@@ -232,7 +232,7 @@ def find_settings(url: str, model: str | None, key: str | None, name: str) -> di
 
 
 def filled(agent: Agent, settings: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The agent's variables, and its command."""
+    """Returns the agent's variables, and its command."""
 
     def fill(text: str) -> str:
         return Template(text).substitute(settings)
@@ -242,7 +242,7 @@ def filled(agent: Agent, settings: dict[str, str]) -> tuple[dict[str, str], list
 
 
 def write_files(agent: Agent, settings: dict[str, str]) -> None:
-    """Files that may contain the key can be read by their owner only."""
+    """Writes the agent's files. Only their owner can read those that may contain the key."""
     for name, text in agent.files.items():
         os.makedirs(settings["folder"], mode=0o700, exist_ok=True)
         path = os.path.join(settings["folder"], name)
@@ -251,7 +251,7 @@ def write_files(agent: Agent, settings: dict[str, str]) -> None:
 
 
 def shown(variables: dict[str, str], command: list[str], key: str) -> str:
-    """The command for a shell. A key is not printed."""
+    """Returns the command for a shell. A key is not printed."""
 
     def value(text: str) -> str:
         return f'"${KEY}"' if text == key != "none" else shlex.quote(text)

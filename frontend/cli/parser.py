@@ -1,5 +1,5 @@
-"""The parser of a command's flags: one-sentence errors, a short and a full help, and settings from
-other sources.
+"""The parser of a command's flags: it has one-sentence errors, a short and a full help, and
+settings from other sources.
 
 Must not know: the effect of any flag.
 """
@@ -73,16 +73,16 @@ class Adder:
                 self(option, placeholder, text, defaults[name], rare=rare, **choices)
 
     def switch(self, option: str, help: str, *, rare: bool = False) -> None:
-        """A flag without a value."""
+        """Adds a flag without a value."""
         self(option, None, help, False, rare=rare, action="store_true")
 
     def on_off(self, option: str, help: str, default: bool | None = None) -> None:
-        """A flag that --no-... turns off; `help` says its default."""
+        """Adds a flag that --no-... turns off; `help` says its default."""
         self(option, None, help, default, action=argparse.BooleanOptionalAction)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-sentence errors (exit code 2), a suggestion for an unknown flag, and a
+    """Adds to argparse one-sentence errors (exit code 2), a suggestion for an unknown flag, and a
     short and a full help. The settings of its flags may also come from the environment or a file
     (sources.py).
     """
@@ -146,7 +146,9 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_sources(self) -> None:
-        """Added last, so that the help shows them after the command's own flags."""
+        """Adds the flags of the sources. They come last, so that the help shows them after the
+        command's own flags.
+        """
         group = self.add_argument_group("settings")
         group.add_argument(
             "--config",
@@ -171,8 +173,8 @@ class Parser(argparse.ArgumentParser):
             )
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """The arguments and the settings of all sources as attributes. `settings` holds the source
-        of each.
+        """Returns the arguments and the settings of all sources as attributes. `settings` holds the
+        source of each.
 
         With --print-config, prints them and raises SystemExit(0). Raises InvalidParameterError for
         an invalid file or variable.
@@ -196,8 +198,8 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _take_names(self, args: argparse.Namespace, names: list[str]) -> None:
-        """The first word is the model's name. Further words are aliases, as in vLLM; if no model is
-        given elsewhere, they are the models.
+        """Sets the names that clients use. The first word is the model's name. Further words are
+        aliases, as in vLLM; if no model is given elsewhere, they are the models.
         """
         if not args.models and not hasattr(args, MODEL_OPTION):
             names, args.models = names[:1], names[1:]
@@ -244,7 +246,7 @@ class Parser(argparse.ArgumentParser):
             self.exit()
 
     def _options(self, flag: Flag, is_common: bool) -> dict[str, Any]:
-        """The keyword arguments of add_argument for this flag's type."""
+        """Returns the keyword arguments of add_argument for this flag's type."""
         plain = plain_type(flag.type)
         help_text = self._help(flag) if is_common or self.show_all else argparse.SUPPRESS
         if plain is bool:
@@ -308,7 +310,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def _choice(flag: Flag, kind: type) -> Callable[[str], Any]:
-    """For argparse: converts text to one of the choices, accepting vLLM's spelling, too."""
+    """Returns, for argparse, a function that converts text to one of the choices and accepts vLLM's
+    spelling, too.
+    """
 
     def convert(text: str) -> Any:
         try:
@@ -321,7 +325,7 @@ def _choice(flag: Flag, kind: type) -> Callable[[str], Any]:
 
 
 def _converter(flag: Flag) -> Callable[[str], Any]:
-    """For argparse: converts text to the field's value."""
+    """Returns, for argparse, a function that converts text to the field's value."""
 
     def convert(text: str) -> Any:
         try:

@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
 
 
 def render(plan: Plan) -> str:
-    """The plan as lines of text."""
+    """Returns the plan as lines of text."""
     on_gpus = plan.device == "cuda" and plan.num_ranks > 1
     of_each = f" on each of {plan.num_ranks} GPUs" if on_gpus else ""
     context = "no context length in config.json"
@@ -128,7 +128,7 @@ def render(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> list[tuple[str, int, str]]:
-    """(name, bytes, note) of the memory, of each of its uses, and of the rest."""
+    """Returns (name, bytes, note) of the memory, of each of its uses, and of the rest."""
     others = ", ".join(
         f"{name}: {format_bytes(size)}"
         for name, size in plan.weights_bytes_by_dtype.items()
@@ -176,7 +176,7 @@ def _memory(plan: Plan) -> list[tuple[str, int, str]]:
 
 
 def command(plan: Plan) -> str:
-    """The command line that makes the model fit, or "" if there is none."""
+    """Returns the command line that makes the model fit, or "" if there is none."""
     is_possible = plan.longest_context or plan.fits_as
     return shlex.join(["quire", "serve", plan.model, *plan.flags]) if is_possible else ""
 

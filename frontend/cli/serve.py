@@ -39,7 +39,7 @@ COMMON_ENGINE = (
     "kv_cache_memory_bytes",
     "engine",
 )
-# settings that only a server with several models has; one of them makes it such a server
+# Only a server with several models has these settings, and one of them makes it such a server.
 OF_SEVERAL = ("default_model", "model_options", "memory_limit", "keep_alive", "sleep_after")
 
 
@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def served_models(args: argparse.Namespace, arguments: dict[str, Any]) -> list[ServedModel]:
-    """Every model of the command line with its engine settings: those of all models, and its own
-    from --model-options.
+    """Returns every model of the command line with its engine settings: those of all models, and
+    its own from --model-options.
     """
     from ..engine_args import EngineArgs
     from ..server.served_models import ServedModel
@@ -121,7 +121,7 @@ def served_models(args: argparse.Namespace, arguments: dict[str, Any]) -> list[S
 
 
 def split_name(model: str) -> tuple[str, str]:
-    """small=org/name -> (small, org/name); org/name -> (org/name, org/name)"""
+    """Splits small=org/name into (small, org/name), and org/name into (org/name, org/name)."""
     name, equals, rest = model.partition("=")
     if equals and name and rest and "/" not in name:
         return name, rest
@@ -131,7 +131,7 @@ def split_name(model: str) -> tuple[str, str]:
 def read_options(
     file: str | None, flags: Mapping[str, Flag], names: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """The engine settings of each model, by name."""
+    """Returns the engine settings of each model, by name."""
     if file is None:
         return {}
     sections = read_sections(flags, file, "--model-options", "quire serve")

@@ -1,4 +1,4 @@
-"""What the commands with an engine share: the flags that configure it, how it is opened and closed.
+"""The flags and the context of an engine, which the commands with an engine share.
 
 Must not know: prompts, what is printed.
 """
@@ -37,7 +37,9 @@ LORA = Flag("lora", str | None, None, "Directory of a LoRA adapter, which every 
 
 
 def session_flags(without: tuple[str, ...] = ()) -> list[Flag]:
-    """The engine's flags. Its `seed` is random for every run, so that repeated runs differ."""
+    """Returns the engine's flags. Its `seed` is random for every run, so that repeated runs
+    differ.
+    """
     random_seed = {"default": "random", "help": SEED_HELP, "decided_later": True}
     return [
         dataclasses.replace(flag, **random_seed) if flag.name == "seed" else flag
@@ -46,7 +48,7 @@ def session_flags(without: tuple[str, ...] = ()) -> list[Flag]:
 
 
 def request_flags(**defaults: Any) -> list[Flag]:
-    """The sampling flags without the request's seed (--seed applies to the run), with these
+    """Returns the sampling flags without the request's seed (--seed applies to the run), with these
     defaults shown. The model may recommend other values.
     """
     return [
@@ -110,7 +112,7 @@ def loading_notice(model: str) -> Iterator[None]:
 
 
 def lora_of(args: argparse.Namespace) -> LoRARequest | None:
-    """The adapter of --lora."""
+    """Returns the adapter of --lora."""
     path = getattr(args, "lora", None)
     return None if path is None else LoRARequest("lora", 1, path)
 
@@ -139,8 +141,8 @@ def require_generation(engine: LLMEngine) -> None:
 
 
 def default_sampling(engine: LLMEngine, **defaults: Any) -> dict[str, Any]:
-    """Sampling parameters before the flags apply: the model's recommendations over the command's
-    defaults.
+    """Returns sampling parameters before the flags apply: the model's recommendations over the
+    command's defaults.
     """
     vllm = msgspec.structs.asdict(SamplingParams())
     recommended = msgspec.structs.asdict(engine.get_default_sampling_params())

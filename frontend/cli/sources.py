@@ -46,7 +46,7 @@ class Setting:
 def collect(
     flags: Mapping[str, Flag], command_line: Mapping[str, Any], file: str | None, command: str
 ) -> dict[str, Setting]:
-    """Every setting that was given, by name, from the source with the highest priority.
+    """Returns every setting that was given, by name, from the source with the highest priority.
 
     Raises InvalidParameterError naming the variable, or the file and the key.
     """
@@ -99,7 +99,7 @@ def naming_sources(settings: Mapping[str, Setting]) -> Iterator[None]:
 
 
 def read_environment(flags: Mapping[str, Flag], environ: Mapping[str, str]) -> dict[str, Setting]:
-    """QUIRE_<NAME> of this command's settings. A variable for another command is ignored; an
+    """Reads QUIRE_<NAME> of this command's settings. A variable for another command is ignored; an
     unknown one causes a warning.
     """
     settings = {}
@@ -139,7 +139,7 @@ def _warn_of_unknown(variable: str, names: set[str]) -> None:
 def read_file(
     flags: Mapping[str, Flag], file: str, origin: str, command: str
 ) -> dict[str, Setting]:
-    """A YAML, TOML or JSON file (by its suffix) of names and values.
+    """Reads a YAML, TOML or JSON file (by its suffix) of names and values.
 
     Every key must be one of this command's settings.
     """
@@ -150,7 +150,7 @@ def read_file(
 def read_sections(
     flags: Mapping[str, Flag], file: str, origin: str, command: str
 ) -> dict[str, dict[str, Any]]:
-    """The same for a file of sections, each with names and values."""
+    """Reads a file of sections, each with names and values."""
     sections = {}
     for title, section in _parse(Path(file), origin).items():
         if not isinstance(section, dict):
@@ -182,7 +182,7 @@ def _values(
 
 
 def _with_aliases(parsed: dict[Any, Any], flags: Mapping[str, Flag]) -> dict[Any, Any]:
-    """vLLM's list of names is a name and aliases, where a command has those."""
+    """Splits vLLM's list of names into a name and aliases, where a command has those."""
     key = next((key for key in ("served_model_name", "served-model-name") if key in parsed), None)
     names = parsed.get(key)
     if not isinstance(names, list) or not names or "model_aliases" not in flags:
@@ -262,7 +262,7 @@ PARSERS = {
 def render(
     groups: Iterable[tuple[str, list[Flag]]], settings: Mapping[str, Setting], command: str
 ) -> str:
-    """All settings as YAML with their sources as comments.
+    """Returns all settings as YAML with their sources as comments.
 
     As a file for --config, it produces the same settings. A default that is determined later (by
     the model, or at random) is written as a comment, because a fixed value would change its
@@ -286,7 +286,7 @@ def render(
 
 
 def _yaml(value: Any) -> str:
-    """One value as it may follow a key."""
+    """Returns one value as it may follow a key."""
     import msgspec
 
     from . import yaml_text

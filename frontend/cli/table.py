@@ -12,7 +12,7 @@ from collections.abc import Sequence
 def print_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, right: frozenset[str] = frozenset()
 ) -> None:
-    """`right`: names of the columns that are right-aligned (figures)."""
+    """Prints a table. `right` names the columns that are right-aligned (figures)."""
     if not sys.stdout.isatty():
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
         for row in (header, *rows):

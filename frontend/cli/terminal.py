@@ -14,9 +14,9 @@ from typing import Any, Self, TextIO
 
 
 class Interrupts:
-    """`with Interrupts() as interrupts`: the first Ctrl-C only sets `interrupts.requested` to the
-    signal's number, so that a step can complete. The second raises KeyboardInterrupt. If SIGINT was
-    ignored, it stays ignored. `signals` are further signals that count as Ctrl-C.
+    """In `with Interrupts() as interrupts`, the first Ctrl-C only sets `interrupts.requested` to
+    the signal's number, so that a step can complete. The second raises KeyboardInterrupt. If SIGINT
+    was ignored, it stays ignored. `signals` are further signals that count as Ctrl-C.
     """
 
     def __init__(self, *signals: signal.Signals) -> None:
@@ -69,7 +69,7 @@ class TextWriter:
         self.dim = Dim(out)
 
     def write(self, index: int, output: Any) -> None:
-        """`output`: a RequestOutput of kind DELTA for prompt `index`."""
+        """Prints `output`, a RequestOutput of kind DELTA for prompt `index`."""
         for completion in output.outputs:
             key = (index, completion.index)
             self.waiting[key].append(completion.text)
@@ -117,14 +117,14 @@ class TextWriter:
 
 class JsonWriter:
     """Prints one JSON object per completion and line when its prompt has finished. `index` counts
-    prompts, `completion` counts within n.
+    prompts, and `completion` counts within n.
     """
 
     def __init__(self, out: TextIO):
         self.out = out
 
     def write(self, index: int, output: Any) -> None:
-        """`output`: a RequestOutput of kind FINAL_ONLY for prompt `index`."""
+        """Prints `output`, a RequestOutput of kind FINAL_ONLY for prompt `index`."""
         for completion in output.outputs:
             line = {
                 "index": index,
@@ -164,7 +164,7 @@ class JsonWriter:
 
 
 def _logprobs(position: dict[int, Any]) -> list[dict[str, Any]]:
-    """The alternatives at one position, in order of rank."""
+    """Returns the alternatives at one position, in order of rank."""
     ranked = sorted(position.items(), key=lambda item: item[1].rank)
     return [
         {
@@ -185,7 +185,7 @@ class Meter:
         self.num_prompt_tokens = self.num_generation_tokens = 0
 
     def count(self, output: Any) -> None:
-        """`output`: a RequestOutput of kind DELTA or FINAL_ONLY."""
+        """Counts `output`, a RequestOutput of kind DELTA or FINAL_ONLY."""
         self.num_generation_tokens += sum(
             len(completion.token_ids) for completion in output.outputs
         )

@@ -31,8 +31,8 @@ STATE = "/v1/engine/state"
 
 
 class ServerError(QuireError):
-    """The server does not answer, or its answer is unexpected. `is_loading`: the model is being
-    loaded.
+    """The server does not answer, or its answer is unexpected. `is_loading` tells whether the model
+    is being loaded.
     """
 
     def __init__(self, sentence: str, *, is_loading: bool = False):
@@ -77,7 +77,7 @@ class Server:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def state(self) -> dict[str, Any]:
-        """The current state of the engine, with all steps in its history.
+        """Returns the current state of the engine, with all steps in its history.
 
         Raises ServerError with a sentence.
         """
@@ -90,7 +90,9 @@ class Server:
     def ask(
         self, path: str, body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
     ) -> bytes:
-        """The answer to a GET, or to a POST of `body`. Raises ServerError with a sentence."""
+        """Returns the answer to a GET, or to a POST of `body`. Raises ServerError with a
+        sentence.
+        """
         import urllib.error
         import urllib.request
 
@@ -177,7 +179,8 @@ def watch(server: Server, interval_s: float) -> int:
 
 @contextmanager
 def keys() -> Iterator[Callable[[float], str]]:
-    """`pressed(timeout_s)` waits for a key and returns it, or "" after the timeout.
+    """Yields a function: `pressed(timeout_s)` waits for a key and returns it, or "" after the
+    timeout.
 
     The terminal does not echo keys and does not wait for the end of a line.
     """

@@ -19,8 +19,8 @@ USED, CACHED, OUTPUT, REST = "blue", "cyan", "yellow", "bright_black"
 
 
 def rates(state: dict[str, Any]) -> tuple[float, float, float]:
-    """Output tokens, prompt tokens and steps per second over the last WINDOW_S. They are computed
-    from the steps, so one observation suffices.
+    """Returns output tokens, prompt tokens and steps per second over the last WINDOW_S. They are
+    computed from the steps, so one observation suffices.
 
     If the history of steps is shorter than WINDOW_S, its length is used.
     """
@@ -39,7 +39,7 @@ def rates(state: dict[str, Any]) -> tuple[float, float, float]:
 def screen(
     state: dict[str, Any], url: str, *, width: int, height: int | None = None
 ) -> RenderableType:
-    """The whole view. `height`: available lines, None for no limit."""
+    """Returns the whole view. `height` is the number of available lines, or None for no limit."""
     # lines above, headlines, and a line that counts what is omitted
     most = None if height is None else max(1, height - 11)
     return Group(
@@ -54,7 +54,7 @@ def screen(
 
 
 def trouble(url: str, sentence: str) -> RenderableType:
-    """Shown while there is no observation."""
+    """Returns what is shown while there is no observation."""
     return Group(
         Text.assemble(("quire top  ", "bold"), (url, "dim")),
         Text(),
@@ -119,7 +119,7 @@ def _cache(state: dict[str, Any], width: int) -> Text:
 
 
 def _steps(state: dict[str, Any], width: int) -> Text:
-    """The mean of the last 100 steps, and its parts as shares."""
+    """Shows the mean of the last 100 steps, and its parts as shares."""
     steps = state["steps"][-100:]
     if not steps:
         return Text("steps    none yet", "dim")
@@ -172,7 +172,7 @@ def _doing(request: dict[str, Any]) -> str:
 
 
 def short_id(engine_id: str) -> str:
-    """The distinctive part of a request id: "cmpl-0123456789abcdef01234567-3-<16 hex>" ->
+    """Returns the distinctive part of a request id: "cmpl-0123456789abcdef01234567-3-<16 hex>" ->
     "01234567-3"; one of n completions "1_…" -> "….1".
     """
     child = re.match(r"(\d+)_", engine_id)
@@ -189,8 +189,8 @@ def seconds(s: float) -> str:
 
 
 def _bar(width: int, parts: list[tuple[float, str]]) -> Text:
-    """Shares of a whole as colored characters, from the left. A share above zero gets at least one
-    character.
+    """Shows shares of a whole as colored characters, from the left. A share above zero gets at
+    least one character.
     """
     bar, width = Text(), max(1, width)
     for share, colour in parts:

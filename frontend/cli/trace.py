@@ -118,7 +118,7 @@ def ask(args: argparse.Namespace) -> Trace:
     server = Server(args.where, args.api_key or os.environ.get("OPENAI_API_KEY"))
     body = {"steps": args.steps, "prompt": args.prompt, "timeout_s": SERVER_TIMEOUT_S}
     if args.settings.get("model") is not None and args.settings["model"].source.startswith("flag "):
-        body["model"] = args.model  # of a server with several
+        body["model"] = args.model  # a server with several models needs its name
     answer = server.ask("/v1/engine/trace", body, SERVER_TIMEOUT_S + TIMEOUT_S)
     return Trace.from_json(answer, args.where)
 

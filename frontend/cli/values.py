@@ -26,8 +26,8 @@ SWITCH = {"on": True, "yes": True, "off": False, "no": False}  # in addition to 
 
 
 def plain_type(annotation: Any) -> Any:
-    """Annotated[X | None, ...] -> X. Of several alternatives, the last one, which is the most
-    general (str | list[str] -> list[str]).
+    """Returns X for Annotated[X | None, ...]. Of several alternatives, it takes the last one, which
+    is the most general (list[str] for str | list[str]).
     """
     if get_origin(annotation) is Annotated:
         return plain_type(get_args(annotation)[0])
@@ -101,7 +101,7 @@ def _got(flag: Flag, written: Any) -> str:
 
 
 def convert_plain(value: Any, annotation: Any, *, strict: bool) -> Any:
-    """A JSON value -> the value of a field.
+    """Converts a JSON value to the value of a field.
 
     Raises msgspec.ValidationError, or InvalidParameterError from a nested check.
     """
@@ -118,7 +118,7 @@ def convert_plain(value: Any, annotation: Any, *, strict: bool) -> Any:
 
 
 def wanted(annotation: Any) -> str:
-    """A description of the type for users who write text."""
+    """Describes the type for users who write text."""
     plain = plain_type(annotation)
     spelled_otherwise = {
         bool: "true or false",

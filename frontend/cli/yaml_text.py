@@ -40,7 +40,7 @@ _Dumper.add_implicit_resolver(*_FLOAT)
 
 
 def load(text: str) -> Any:
-    """Raises ValueError with a sentence."""
+    """Parses the text. Raises ValueError with a sentence."""
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -51,8 +51,8 @@ def load(text: str) -> Any:
 
 
 def dump(value: Any) -> str:
-    """One value in ASCII, for use after a key and before a comment."""
-    # Dumped inside a list, so that texts are quoted as required within brackets.
+    """Returns one value in ASCII, for use after a key and before a comment."""
+    # The value is dumped inside a list, so that texts are quoted as required within brackets.
     return yaml.dump(
         [value], Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False
     ).strip()[1:-1]

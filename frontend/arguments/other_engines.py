@@ -10,7 +10,7 @@ def _by_flag(flags_of: dict[str, str]) -> dict[str, str]:
     return {flag: instead for instead, flags in flags_of.items() for flag in flags.split()}
 
 
-# A flag -> Quire's flag, or a sentence where it has none.
+# A flag maps to Quire's flag, or to a sentence where Quire has none.
 FLAGS = _by_flag(
     {
         "--num-threads": "-t --threads -tb --threads-batch",
@@ -41,7 +41,7 @@ FLAGS = _by_flag(
         "weights are always mapped from their files": "--mlock --mmap --no-mmap",
     }
 )
-# A command -> Quire's.
+# A command maps to Quire's.
 COMMANDS = {
     "run": "quire chat MODEL, or quire generate PROMPT --model MODEL",
     "list": "quire models",

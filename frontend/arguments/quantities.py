@@ -15,8 +15,8 @@ UNITS = {
 
 
 def parse_bytes(text: str) -> int:
-    """ "24GiB" (powers of 1024, also 24Gi), "24GB" (powers of 1000, also 24G), or a plain number of
-    bytes.
+    """Parses "24GiB" (powers of 1024, also 24Gi), "24GB" (powers of 1000, also 24G), or a plain
+    number of bytes.
 
     Raises ValueError with a sentence.
     """
@@ -28,8 +28,8 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_count(text: str) -> int | str:
-    """ "16k" (16,000) and "16K" (16,384), as in vLLM: lower-case suffixes are powers of 1000,
-    upper-case suffixes powers of 1024. Any other text is returned unchanged.
+    """Parses "16k" (16,000) and "16K" (16,384), as vLLM does: lower-case suffixes are powers of
+    1000, and upper-case suffixes are powers of 1024. Any other text is returned unchanged.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text.strip())
     if match is None:
@@ -39,12 +39,12 @@ def parse_count(text: str) -> int | str:
 
 
 def format_count(number: int) -> str:
-    """ "8.19B": a number of parameters in the form used in model names."""
+    """Writes a number of parameters in the form used in model names, such as "8.19B"."""
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """ "1.5 GiB": at most four digits before the unit."""
+    """Writes a size such as "1.5 GiB", with at most four digits before the unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

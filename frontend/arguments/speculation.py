@@ -1,4 +1,4 @@
-"""What speculative_config asks for: conflicts are refused, and the draft model's files are found.
+"""The meaning of speculative_config: conflicts are refused, and the draft model's files are found.
 
 Must not know: how drafts are made, torch.
 """
@@ -21,7 +21,7 @@ MODEL_METHODS = ("draft_model", *HEADS)
 
 
 def check_speculation(config: EngineConfig) -> None:
-    """Raises InvalidParameterError for what does not go together, whatever the model is."""
+    """Raises InvalidParameterError for arguments that do not go together, whatever the model is."""
     wanted = config.scheduler_config.speculative_config
     if wanted is None:
         return
@@ -50,8 +50,9 @@ def check_speculation(config: EngineConfig) -> None:
 
 
 def resolve_speculation(scheduler_config: Any, config: EngineConfig, target: ModelConfig) -> Any:
-    """scheduler_config with the configuration of the model or head that drafts, if there is one.
-    `target`: the resolved configuration of the model that verifies. Raises InvalidParameterError.
+    """Returns scheduler_config with the configuration of the model or head that drafts, if there is
+    one. `target` is the resolved configuration of the model that verifies. Raises
+    InvalidParameterError.
     """
     wanted = scheduler_config.speculative_config
     if wanted is None or wanted.method not in MODEL_METHODS:

@@ -29,7 +29,7 @@ def _by_name(names_of: dict[str, str]) -> dict[str, str]:
     return {name: advice for advice, names in names_of.items() for name in names.split()}
 
 
-# Quire's argument -> vLLM's value -> Quire's value.
+# Each argument of Quire maps vLLM's value to Quire's value.
 SPELLINGS: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
@@ -47,14 +47,14 @@ SHORT_OPTIONS = {
     "api_server_count": ("-asc",),
 }
 
-# Accepted, with this note in the log.
+# These are accepted, with this note in the log.
 NOTED = {
     "trust_remote_code": "Quire runs no code from a model's repository",
     "enable_log_requests": "quire serve logs a line per request (access_log)",
     "disable_uvicorn_access_log": "--no-access-log turns the lines per request off",
     "enable_auto_tool_choice": "tool calls are always parsed if the model's template supports them",
 }
-# Accepted without effect, whatever the value: the reason -> names.
+# These are accepted without effect, whatever the value. The reason maps to the names.
 WITHOUT_EFFECT = _by_name(
     {
         "it tunes speed or memory": """
@@ -120,7 +120,7 @@ WITHOUT_EFFECT = _by_name(
         """,
     }
 )
-# Accepted with these values only.
+# These are accepted with these values only.
 ONLY: dict[str, tuple[Any, ...]] = {
     "api_server_count": (1,),
     "data_parallel_address": ("localhost", "127.0.0.1", "::1"),
@@ -148,7 +148,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "response_role": ("assistant",),
     "ssl_cert_reqs": (0,),
 }
-# Arguments that are dicts: key -> what a value that requests something is told; "" accepts any.
+# These arguments are dicts. A key maps to the error for a value that requests something; "" accepts
+# any value.
 BY_KEY: dict[str, dict[str, str]] = {
     "structured_outputs_config": {
         "backend": "",  # all backends allow the same outputs
@@ -160,7 +161,7 @@ BY_KEY: dict[str, dict[str, str]] = {
         "reasoning_parser_plugin": "plugins cannot add parsers",
     }
 }
-# Rejected: what the error advises -> names.
+# These are rejected. The advice of the error maps to the names.
 REFUSED = _by_name(
     {
         "": """
@@ -193,7 +194,7 @@ REFUSED = _by_name(
         "load_weights replaces the weights": "weight_transfer_config",
     }
 )
-# Only in `vllm serve`.
+# These are only in `vllm serve`.
 SERVER_WITHOUT_EFFECT = _by_name(
     {
         "it tunes speed or memory": """
@@ -257,7 +258,7 @@ SWITCHES = frozenset(
     use_tqdm_on_load
     """
 )
-# Strings that request nothing, on the command line and in a file.
+# These strings request nothing, on the command line and in a file.
 NOTHING = ("", "none", "null", "false", "{}", "[]")
 
 
@@ -272,11 +273,11 @@ def spelled(name: str, value: Any) -> Any:
 
 
 def accept(name: str, value: Any) -> bool:
-    """Whether `name` is an argument of vLLM that Quire accepts although it has no argument of this
-    name.
+    """Returns whether `name` is an argument of vLLM that Quire accepts although it has no argument
+    of this name.
 
-    False: neither vLLM nor Quire has it. Raises InvalidParameterError if it requests an unsupported
-    feature.
+    False means that neither vLLM nor Quire has it. Raises InvalidParameterError if it requests an
+    unsupported feature.
     """
     if name not in NAMES:
         return False

@@ -73,7 +73,7 @@ def failure(name: str, detail: str, fix: str) -> Finding:
 def check_machine(
     host: str, port: int, max_connections: int, cpu_isa: str = "auto"
 ) -> Iterator[Finding]:
-    """All checks, in display order."""
+    """Makes all checks, in display order."""
     yield check_python()
     yield from check_packages()
     yield check_cpu(cpu_isa)
@@ -99,7 +99,9 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
 
 
 def check_packages() -> Iterator[Finding]:
-    """The libraries that Quire requires, in the required versions. Nothing is imported."""
+    """Checks that the libraries that Quire requires have the required versions. Nothing is
+    imported.
+    """
     from packaging.requirements import Requirement
 
     if (other := shadowed_package()) is not None:
@@ -170,9 +172,9 @@ def check_cpu(cpu_isa: str = "auto") -> Finding:
 
 
 def check_kernels(cpu_isa: str) -> Finding:
-    """Whether the native kernels were built, and which instruction set they would use.
+    """Tells whether the native kernels were built, and which instruction set they would use.
 
-    Does not load the library, because that requires torch.
+    It does not load the library, because that requires torch.
     """
     isas = native_isas()
     if cpu_isa == "none":
@@ -327,7 +329,9 @@ def check_port(host: str, port: int) -> Finding:
 
 
 def check_open_files(max_connections: int) -> Finding:
-    """A server raises the soft limit itself, and takes fewer connections below the hard one."""
+    """Checks the limit of open files. A server raises the soft limit itself, and takes fewer
+    connections below the hard one.
+    """
     import resource
 
     from ..server.config import connections_within, most_files
@@ -376,7 +380,9 @@ def check_disks() -> Iterator[Finding]:
 
 
 def check_sockets() -> Finding:
-    """Programs reach the engine process through sockets that CURVE protects."""
+    """Checks the sockets through which programs reach the engine process, and which CURVE
+    protects.
+    """
     from ...ipc.sockets import make_wire
 
     try:

@@ -41,10 +41,10 @@ MARK = "QUIRE-MARK"  # a word that does not occur in any template
 def check_model(
     args: EngineArgs, server: ServerConfig = ServerConfig(), chat_template: str | None = None
 ) -> Iterator[Finding]:
-    """All checks. If an early one fails, the checks that depend on it are skipped.
+    """Makes all checks. If an early one fails, the checks that depend on it are skipped.
 
-    `chat_template`: text, or the name of one of the model's templates, used instead of the default
-    template.
+    `chat_template` is text, or the name of one of the model's templates, and is used instead of the
+    default template.
     """
     try:
         directory = find_description(args)
@@ -89,7 +89,7 @@ def _check_text(
     server: ServerConfig,
     chat_template: str | None,
 ) -> Iterator[Finding]:
-    """Tokenizer, end-of-sequence tokens, template and format of answers."""
+    """Checks the tokenizer, end-of-sequence tokens, template and format of answers."""
     try:
         tokenizer = Tokenizer(
             directory
@@ -178,7 +178,7 @@ def check_weights(
 def _find_tensors(
     directory: Path, sizes: ModelSizes, quantization: CheckpointQuantization | None
 ) -> dict[str, Path]:
-    """As check_checkpoint, with the names that the files have."""
+    """Does what check_checkpoint does, with the names that the files have."""
     shapes: dict[str, list[int]]
     if isinstance(sizes, StoredSizes):
         shapes, tied = dict(sizes.shapes), {}
@@ -251,9 +251,9 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Finding:
 def check_ends(
     tokenizer: Tokenizer, used: list[int], of_config: list[int], vocab_size: int
 ) -> Finding:
-    """config.json, generation_config.json and the tokenizer may each name end-of-sequence tokens.
-    The engine uses those of generation_config.json, or of config.json if there are none (`used`),
-    and also the tokenizer's.
+    """Compares the end-of-sequence tokens that config.json, generation_config.json and the
+    tokenizer may each name. The engine uses those of generation_config.json, or of config.json if
+    there are none (`used`), and also the tokenizer's.
     """
     own = tokenizer.eos_token_id
     ends: list[int] = list(dict.fromkeys([*used, *([] if own is None else [own])]))
@@ -329,8 +329,8 @@ def check_template(
 
 
 def check_answers(tokenizer: Tokenizer, server: ServerConfig, template: str | None) -> Finding:
-    """Which parsers the server uses for the model's output: detected from the template, unless
-    flags name them.
+    """Tells which parsers the server uses for the model's output. They are detected from the
+    template, unless flags name them.
     """
     templates = tokenizer.chat_templates
     text = (
@@ -402,8 +402,8 @@ def _check_turn_end(
     config_ends: list[int],
     template: str | None,
 ) -> Iterator[Finding]:
-    """Whether the token that the template writes after an answer is the token at which the model
-    stops.
+    """Tells whether the token that the template writes after an answer is the token at which the
+    model stops.
     """
     try:
         text = _render(tokenizer, [*question, {"role": "assistant", "content": MARK}], template)

@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0  # of all imports, torch's with them
 
 
 def check_plugins(timeout_s: float = TIMEOUT_S) -> Iterator[Finding]:
-    """A finding for each plugin. They are imported in another process, as an engine does."""
+    """Yields a finding for each plugin. They are imported in another process, as an engine does."""
     plugins = installed_plugins()
     if not plugins:
         return
@@ -30,14 +30,14 @@ def check_plugins(timeout_s: float = TIMEOUT_S) -> Iterator[Finding]:
         problem = f"the process that imports plugins {end}, before the first of them"
         yield failure("plugins", problem, f"{sys.executable} -P -m {REPORT} shows why")
     for i, plugin in enumerate(plugins):
-        if i >= len(reports):  # one before it ended the report
+        if i >= len(reports):  # a plugin before it ended the report
             return
         yield _finding(plugin, reports[i], end)
 
 
 def run_report(timeout_s: float) -> tuple[list[dict[str, Any]], str]:
-    """(per plugin what executor/plugin_report.py prints, how the process ended). The last report
-    has only a name if importing that plugin ended the process.
+    """Returns (per plugin what executor/plugin_report.py prints, how the process ended). The last
+    report has only a name if importing that plugin ended the process.
     """
     command = [sys.executable, "-P", "-m", REPORT]
     try:

@@ -38,13 +38,13 @@ def read_processor() -> tuple[str, set[str]]:
 
 
 def native_isas() -> list[str]:
-    """The instruction sets of the native kernels that this CPU supports, best first."""
+    """Returns the instruction sets of the native kernels that this CPU supports, best first."""
     _, present = read_processor()
     return [isa for isa, features in ISAS.items() if features <= present]
 
 
 def are_kernels_built() -> bool:
-    """Whether the engine will find a native library; the same rule as in
+    """Returns whether the engine will find a native library, by the same rule as
     kernels/cpu/native/library.py.
     """
     choice = os.environ.get("QUIRE_NATIVE")
@@ -52,9 +52,9 @@ def are_kernels_built() -> bool:
 
 
 def prefers_bfloat16(cpu_isa: str) -> bool:
-    """Whether bfloat16 is the faster data type on this CPU.
+    """Returns whether bfloat16 is the faster data type on this CPU.
 
-    True if the hardware supports it, or if native kernels (`cpu_isa`) run, which widen it in
+    It is if the hardware supports it, or if native kernels (`cpu_isa`) run, which widen it in
     registers and read half as much memory. torch's own kernels emulate it and are then slower than
     in float32.
     """

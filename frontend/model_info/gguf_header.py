@@ -21,14 +21,14 @@ from .model_pull import CHUNK_BYTES, DownloadError, explained, hub_stream
 FIRST_BYTES = 2 * 2**20
 MOST_BYTES = 64 * 2**20  # far above the header of any model
 
-# of this process: folder -> what removes it at exit
+# The folders of this process, each with what removes it at exit.
 _folders: dict[Path, tempfile.TemporaryDirectory[str]] = {}
 
 
 def find_description(args: EngineArgs) -> Path:
-    """The directory or GGUF file that describes the model. Of a GGUF file that is on the hub and
-    not in the cache, it is a file in a temporary folder with the header alone: as long as the
-    whole, and empty behind it.
+    """Returns the directory or GGUF file that describes the model. For a GGUF file that is on the
+    hub and not in the cache, it is a file in a temporary folder with the header alone, as long as
+    the whole file and empty behind the header.
 
     Raises ModelLoadError, and DownloadError if the hub does not answer.
     """
@@ -80,7 +80,7 @@ def _fetch(
             if num_bytes >= MOST_BYTES:
                 raise
         num_bytes *= 4
-    if (factors := file.tensors.get(ROPE_FACTORS)) is not None:  # part of the configuration
+    if (factors := file.tensors.get(ROPE_FACTORS)) is not None:  # a part of the configuration
         name = str(chosen.with_name(factors.path.name))
         source.receive(name, factors.path, factors.offset, factors.num_bytes)
     return folder / parts[0]

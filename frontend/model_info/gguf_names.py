@@ -33,7 +33,7 @@ class HubFile(NamedTuple):
 
 
 def parse_hub_name(model: str) -> HubFile | None:
-    """None for a name that means no GGUF file of a repository."""
+    """Parses a name. It returns None for a name that means no GGUF file of a repository."""
     if model.startswith(("/", ".", "~")):
         return None
     if model.endswith(".gguf"):
@@ -47,13 +47,15 @@ def parse_hub_name(model: str) -> HubFile | None:
 
 
 def quantization_of(name: str) -> str | None:
-    """org-7b-UD-Q4_K_XL-00001-of-00002.gguf -> UD-Q4_K_XL"""
+    """Returns UD-Q4_K_XL for org-7b-UD-Q4_K_XL-00001-of-00002.gguf."""
     found = _QUANTIZATION.findall(name.removesuffix(".gguf"))
     return found[-1].upper() if found else None
 
 
 def first_parts(names: Iterable[str]) -> list[str]:
-    """One name for each model among these files, sorted; no projectors of images."""
+    """Returns one name for each model among these files, sorted. Projectors of images are
+    left out.
+    """
     ggufs = sorted(name for name in names if name.endswith(".gguf"))
     return [
         name
@@ -63,7 +65,7 @@ def first_parts(names: Iterable[str]) -> list[str]:
 
 
 def choose(names: Iterable[str], wanted: HubFile) -> str:
-    """The first part of the model that is wanted, among a repository's files.
+    """Returns the first part of the model that is wanted, among a repository's files.
 
     Raises ModelLoadError, which lists what there is.
     """
@@ -93,14 +95,15 @@ def choose(names: Iterable[str], wanted: HubFile) -> str:
 
 
 def find_file(path: Path) -> Path:
-    """The absolute path of a GGUF file, or of its first part. Links are kept: the hub's cache
-    stores files under other names.
+    """Returns the absolute path of a GGUF file, or of its first part. Links are kept: the hub's
+    cache stores files under other names.
     """
     return path.parent.resolve() / part_names(path.name)[0]
 
 
 def find_in_directory(directory: Path) -> Path | None:
-    """The model of a directory that has no safetensors files; None if it has no GGUF file either.
+    """Returns the model of a directory that has no safetensors files, or None if it has no GGUF
+    file either.
 
     Raises ModelLoadError if there are several.
     """
@@ -118,7 +121,7 @@ def find_in_directory(directory: Path) -> Path | None:
 
 
 def find_on_hub(wanted: HubFile, revision: str | None, download_dir: str | None) -> Path:
-    """The file in the hub's cache, downloaded first if the hub answers.
+    """Returns the file in the hub's cache, downloaded first if the hub answers.
 
     Raises ModelLoadError naming the repository if neither the hub nor the cache has it.
     """
@@ -158,7 +161,7 @@ def refuse_without_quantization(repository: str, revision: str | None, cached: P
 
     try:
         names = HfApi().list_repo_files(repository, revision=revision)
-    except Exception:  # no network
+    except Exception:  # there is no network
         names = [path.relative_to(cached).as_posix() for path in cached.rglob("*.gguf")]
     refuse_among(repository, names)
 
@@ -176,7 +179,8 @@ def refuse_among(repository: str, names: Iterable[str]) -> None:
 
 
 def find_cached(wanted: HubFile, revision: str | None, download_dir: str | None) -> Path | None:
-    """The file in the hub's cache, without network access; None if the repository is not cached.
+    """Returns the file in the hub's cache, without network access, or None if the repository is not
+    cached.
 
     Raises ModelLoadError, which lists what is cached, if only this file is not.
     """
@@ -188,7 +192,7 @@ def find_cached(wanted: HubFile, revision: str | None, download_dir: str | None)
                 wanted.repository, revision=revision, cache_dir=download_dir, local_files_only=True
             )
         )
-    except Exception as error:  # also a name that no repository can have
+    except Exception as error:  # this includes a name that no repository can have
         # the client's IncompleteSnapshotError: files of the repository are missing, which is usual
         if (found := getattr(error, "snapshot_path", None)) is None:
             return None
@@ -202,5 +206,5 @@ def first_line(error: Exception) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of an error of the hub client."""
+    """Returns the first line of an error of the hub client."""
     return first_line(error).removeprefix("Got: ")  # so it begins where it names another error

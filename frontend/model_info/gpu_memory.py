@@ -14,8 +14,8 @@ CUDA_LIBRARY = "libcuda.so.1"
 
 
 def gpu_memory_bytes() -> tuple[int, int]:
-    """(free, total) memory of the first GPU in bytes, as seen by a process with a CUDA context. The
-    memory of the context itself is already subtracted from the free memory.
+    """Returns the (free, total) memory of the first GPU in bytes, as seen by a process with a CUDA
+    context. The memory of the context itself is already subtracted from the free memory.
 
     Raises InvalidParameterError for `device` if there is no GPU.
     """

@@ -34,15 +34,15 @@ class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str | None
     num_parameters: int | None  # None if the architecture is not supported
     problems: list[str]  # reasons why it cannot run; empty: ready, if it fits
-    # Memory for weights, engine and one request of SHORT_CONTEXT tokens; None with problems.
+    # memory for weights, engine and one request of SHORT_CONTEXT tokens; None with problems
     needs_bytes: int | None = None
     fits: bool | None = None  # whether it runs in the memory that is free now, with `flags`
-    flags: list[str] = []  # that `quire serve` needs so that it fits
+    flags: list[str] = []  # flags that `quire serve` needs so that it fits
 
 
 def list_models() -> tuple[list[CachedModel], list[str]]:
-    """The bundled model and every model snapshot in the cache, and the problems of the cache
-    itself.
+    """Returns the bundled model and every model snapshot in the cache, and the problems of the
+    cache itself.
     """
     bundled = find_model_directory(BUNDLED)
     models = [
@@ -86,7 +86,7 @@ def list_models() -> tuple[list[CachedModel], list[str]]:
 
 
 def _gguf_files(snapshot: Path) -> list[tuple[str, Path]]:
-    """What follows the repository's name to name a GGUF file (":Q4_K_M"), and its path."""
+    """Returns what follows the repository's name to name a GGUF file (":Q4_K_M"), and its path."""
     names = first_parts(p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*.gguf"))
     labels = [quantization_of(name) for name in names]
     return [
@@ -139,7 +139,7 @@ def describe_cached(
 
 
 def _memory(plan: Plan) -> dict[str, Any]:
-    """The fields of a CachedModel that come from its memory plan."""
+    """Returns the fields of a CachedModel that come from its memory plan."""
     short = msgspec.structs.replace(plan, max_model_len=min(plan.max_model_len, SHORT_CONTEXT))
     return {
         "needs_bytes": short.least_memory_bytes,
@@ -149,7 +149,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
 
 
 def _short(error: Exception, directory: Path) -> str:
-    """The problem without the path, which the row already shows."""
+    """Returns the problem without the path, which the row already shows."""
     text = str(error).replace(f"{directory} has no ", "no ").replace(f"{directory}: ", "")
     text = text.replace(f"{directory}/", "")
     return text.partition("; supported:")[0]

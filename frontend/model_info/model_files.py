@@ -22,18 +22,19 @@ BUNDLED = "bundled"
 HUB_ADDRESS = re.compile(r"(https?://)?(www\.)?(huggingface|hf)\.co/", re.IGNORECASE)
 CONFIG_PATTERNS = ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
 WEIGHT_PATTERNS = ["*.safetensors"]
-# the same weights in other forms, and files of other programs. Folders of sentence-transformers'
-# modules begin with a number (1_Pooling)
+# These are the same weights in other forms, and files of other programs. Folders of
+# sentence-transformers' modules begin with a number (1_Pooling).
 NOT_NEEDED = ["consolidated*.safetensors", "[!0-9]*/*.safetensors", "[!0-9]*/*.json"]
 # values of `generation_config` that select the defaults of SamplingParams
 NO_GENERATION_CONFIG = "none"
-# Key of generation_config.json -> field of SamplingParams.
+# A key of generation_config.json maps to a field of SamplingParams.
 SAMPLING_KEYS = {
     key: key for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 } | {"max_new_tokens": "max_tokens"}
 
-# For a chat with a GGUF file that recommends nothing: llama.cpp's defaults, near Ollama's. Such
-# files are used with these programs, and their blocks of a few bits make rare tokens likelier.
+# A chat with a GGUF file that recommends nothing gets llama.cpp's defaults, which are near
+# Ollama's. Such files are used with these programs, and their blocks of a few bits make rare tokens
+# likelier.
 GGUF_CHAT_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
 
 
@@ -44,9 +45,9 @@ def find_model_directory(
     weights: bool = True,
     download_dir: str | None = None,
 ) -> Path:
-    """The absolute directory of the model's files, or the path of its GGUF file. A model on the hub
-    is downloaded first, into `download_dir` (default: the hub cache); a GGUF file is downloaded
-    without `weights` too, because it holds the configuration.
+    """Returns the absolute directory of the model's files, or the path of its GGUF file. A model on
+    the hub is downloaded first, into `download_dir` (default: the hub cache); a GGUF file is
+    downloaded without `weights` too, because it holds the configuration.
 
     Raises ModelLoadError naming the model if there is neither such a directory or file nor such a
     model on the hub, or no network.
@@ -80,8 +81,8 @@ def find_model_directory(
 def find_cached_directory(
     model: str, revision: str | None = None, download_dir: str | None = None
 ) -> Path | None:
-    """The directory or GGUF file of a hub model in the cache, without network access. None if the
-    model is not cached or the name is not a valid hub name.
+    """Returns the directory or GGUF file of a hub model in the cache, without network access. It is
+    None if the model is not cached or the name is not a valid hub name.
     """
     if model == BUNDLED or Path(model).expanduser().exists():
         return None
@@ -136,8 +137,8 @@ def _download(
 
 
 def read_hf_config(directory: Path, overrides: dict[str, Any]) -> dict[str, Any]:
-    """config.json, or what a GGUF file's metadata says, updated with `overrides`. Objects are
-    merged key by key.
+    """Returns config.json, or what a GGUF file's metadata says, updated with `overrides`. Objects
+    are merged key by key.
 
     Raises ModelLoadError for a file that read_json rejects, and for values that cannot be encoded
     in a message.
@@ -165,8 +166,8 @@ def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
-    """generation_config.json, or {} if the model has none. Beside a GGUF file it replaces what the
-    file's metadata says.
+    """Returns generation_config.json, or {} if the model has none. Beside a GGUF file it replaces
+    what the file's metadata says.
     """
     if is_gguf(directory):
         beside = read_json_if_exists(directory.with_name("generation_config.json"))
@@ -174,7 +175,7 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
     return read_json_if_exists(directory / "generation_config.json")
 
 
-# a start reads it several times, each time all tokens of the vocabulary
+# a start reads it several times, and all tokens of the vocabulary each time
 @lru_cache(maxsize=8)
 def _read_gguf_generation_config(path: Path, mtime_ns: int) -> dict[str, Any]:
     from ...ipc.models.gguf_config import gguf_generation_config
@@ -183,7 +184,7 @@ def _read_gguf_generation_config(path: Path, mtime_ns: int) -> dict[str, Any]:
 
 
 def eos_token_ids(generation_config: dict[str, Any], hf_config: dict[str, Any]) -> list[int]:
-    """End-of-sequence ids: those of generation_config.json, or of config.json if it has none.
+    """Returns the end-of-sequence ids of generation_config.json, or of config.json if it has none.
 
     The value may be one id, a list, null, or absent.
     """
@@ -202,8 +203,8 @@ def eos_token_ids(generation_config: dict[str, Any], hf_config: dict[str, Any]) 
 
 
 def default_sampling_arguments(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """The recommendations of generation_config.json as arguments of SamplingParams. Uses the same
-    keys as vLLM.
+    """Returns the recommendations of generation_config.json as arguments of SamplingParams. It uses
+    the same keys as vLLM.
     """
     return {
         parameter: value
@@ -213,7 +214,7 @@ def default_sampling_arguments(generation_config: dict[str, Any]) -> dict[str, A
 
 
 def recommended_sampling(directory: Path) -> tuple[dict[str, Any], bool]:
-    """The arguments of SamplingParams that a model recommends, and whether they are
+    """Returns the arguments of SamplingParams that a model recommends, and whether they are
     GGUF_CHAT_SAMPLING, since its file has a chat template and recommends nothing.
     """
     arguments = default_sampling_arguments(read_generation_config(directory))

@@ -1,5 +1,5 @@
-"""Downloads a model into the hub cache: only the files that Quire reads, resumed where an earlier
-download ended, each compared with the hub's checksum.
+"""Downloads a model into the hub cache. It takes only the files that Quire reads, resumes where an
+earlier download ended, and compares each file with the hub's checksum.
 
 Must not know: what is in the files, how progress is shown.
 
@@ -44,8 +44,8 @@ class DownloadError(QuireError):
 
 
 class HubBlob(msgspec.Struct, frozen=True):
-    """A file of a repository. `checksum`: SHA-256 of a large file, git's SHA-1 of a small one; it
-    is also the name of the file in the cache.
+    """A file of a repository. `checksum` is the SHA-256 of a large file, and git's SHA-1 of a small
+    one. It is also the name of the file in the cache.
     """
 
     name: str
@@ -63,7 +63,7 @@ class HubBlob(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What the hub has of a model, as far as Quire reads it."""
+    """The files that the hub has of a model, as far as Quire reads them."""
 
     model: str
     repository: str
@@ -76,7 +76,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class PullProgress(Protocol):
-    """Called with the blob, and with each number of bytes received."""
+    """It is called with the blob, and with each number of bytes received."""
 
     def begin(self, blob: HubBlob, num_bytes_there: int) -> None: ...
 
@@ -111,7 +111,7 @@ def find_wanted(model: str, revision: str | None = None) -> Wanted:
 
 
 def needed_names(repository: str, names: list[str], wanted: HubFile | None) -> list[str]:
-    """The files that find_model_directory downloads, sorted.
+    """Returns the files that find_model_directory downloads, sorted.
 
     Raises ModelLoadError if the repository has no weights that Quire reads, or not those wanted.
     """
@@ -148,8 +148,8 @@ def pull(
 ) -> Path:
     """Downloads what is missing and returns the model's directory or GGUF file.
 
-    `verify`: files that are there already are compared with the hub's checksums too. A damaged one
-    is reported and downloaded again. Otherwise their names and sizes are trusted.
+    With `verify`, files that are there already are compared with the hub's checksums too. A damaged
+    one is reported and downloaded again. Without it, their names and sizes are trusted.
 
     Raises DownloadError; partial files stay, and a later call continues them.
     """
@@ -173,7 +173,7 @@ def pull(
         locks.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(locks / f"{blob.checksum}.lock"):
             _receive(wanted, blob, blobs_folder, progress)
-    disable_progress_bars()  # the client has nothing left to download: it only links the files
+    disable_progress_bars()  # the client has nothing left to download and only links the files
     return find_model_directory(wanted.model, revision=revision, download_dir=download_dir)
 
 
@@ -268,9 +268,9 @@ def _receive_rest(wanted: Wanted, blob: HubBlob, file: BinaryIO, progress: PullP
 def hub_stream(
     repository: str, name: str, revision: str | None, byte_range: str | None
 ) -> Iterator[Any]:
-    """The hub's response with a file, to be read as a stream. `byte_range`: "0-99", or "100-" up to
-    the end; a response with another status than 206 has the whole file. Raises the hub client's
-    errors.
+    """Yields the hub's response with a file, to be read as a stream. `byte_range` is "0-99", or
+    "100-" up to the end. A response with another status than 206 has the whole file. Raises the hub
+    client's errors.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff

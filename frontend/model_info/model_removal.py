@@ -17,7 +17,9 @@ from .model_files import BUNDLED
 
 
 class Removal(msgspec.Struct, frozen=True):
-    """What removing `model` deletes: a repository's folder, or links and the blobs behind them."""
+    """The files that removing `model` deletes: a repository's folder, or links and the blobs behind
+    them.
+    """
 
     model: str
     paths: list[Path]
@@ -32,8 +34,8 @@ class Removal(msgspec.Struct, frozen=True):
 
 
 def find_removal(model: str, download_dir: str | None = None) -> Removal:
-    """`download_dir`: in place of the hub cache. Raises ModelLoadError for a model that is not
-    there.
+    """Finds what to delete. `download_dir` takes the place of the hub cache. Raises ModelLoadError
+    for a model that is not there.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
@@ -72,7 +74,7 @@ def _weights(folder: Path) -> set[Path]:
 
 
 def _links_of(wanted: HubFile, folder: Path) -> set[Path]:
-    """The links of all parts, in every snapshot that has the model."""
+    """Returns the links of all parts, in every snapshot that has the model."""
     links, error = set(), None
     for snapshot in sorted((folder / "snapshots").glob("*")):
         names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf")]

@@ -30,10 +30,10 @@ from ...ipc.models.gguf_weights import DTYPE_BYTES, tensors_by_name
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...ipc.models.quantization_config import parse_quantization
 
-# kernels/triton/top_k_top_p.py: tokens listed for a cut, their orders and masses
+# kernels/triton/top_k_top_p.py lists tokens for a cut, with their orders and masses
 SAMPLING_ROW_BYTES = 2 * 8192 * 8
 ATTENTION_PIECES = 32  # kernels/triton/attention_decode.py
-# matrices that are no linear layers: experts, positions, embeddings of layers
+# these matrices are no linear layers: experts, positions, embeddings of layers
 _NOT_LINEAR = re.compile(r"\.experts\.|wpe|embed|router")
 KV_SCALE_BYTES = 4  # per head in int8 (kernels/ops.py: kv_cache_row)
 
@@ -41,7 +41,7 @@ KV_SCALE_BYTES = 4  # per head in int8 (kernels/ops.py: kv_cache_row)
 def kv_bytes_per_token(
     config: DecoderConfig | EncoderConfig, dtype: str, kv_cache_dtype: str = "auto"
 ) -> int:
-    """Bytes of keys and values of all layers; 0 of a model without a cache."""
+    """Returns the bytes of keys and values of all layers, or 0 for a model without a cache."""
     if config.is_bidirectional:
         return 0
     head_bytes = {
@@ -60,8 +60,8 @@ class ModelSizes:
     num_fp32: int  # parameters of norms and heads that are fp32 in every dtype
 
     def weights_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """Bytes as packed by the engine. With quantization, the embedding of an untied head, biases
-        and norms keep the dtype.
+        """Returns the bytes as packed by the engine. With quantization, the embedding of an untied
+        head, biases and norms keep the dtype.
         """
         wider = self.num_fp32 * (DTYPE_BYTES["float32"] - DTYPE_BYTES[dtype])
         if quantization is None:
@@ -77,7 +77,7 @@ class ModelSizes:
         return rest * DTYPE_BYTES[dtype] + wider + packed
 
     def experts_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """How many of weights_bytes the routed experts take, which engines may divide."""
+        """Returns how many of weights_bytes the routed experts take, which engines may divide."""
         shapes = NATIVE[self.architecture].weight_shapes(self.config)  # type: ignore[arg-type]
         rest = sum(prod(shape) for name, shape in shapes.items() if ".experts." in name)
         if quantization is None:
@@ -88,7 +88,7 @@ class ModelSizes:
         return rest * DTYPE_BYTES[dtype] + packed
 
     def step_bytes(self, dtype: str, num_tokens: int, num_logits: int) -> int:
-        """Estimate of the peak memory of a step on a GPU, in bytes: the residual stream, inputs and
+        """Estimates the peak memory of a step on a GPU, in bytes: the residual stream, inputs and
         outputs of the widest layer, logits and a copy of them, and the buffers of sampling and of
         decode attention. The engine measures the actual value.
         """
@@ -135,7 +135,8 @@ class StoredSizes(ModelSizes):
 def measure_model(
     hf_config: dict[str, Any], directory: str | Path = "", model_impl: str = "auto"
 ) -> ModelSizes:
-    """`directory`: that of the weights, read for models that run through transformers.
+    """Returns the sizes of a model. `directory` is that of the weights, which is read for models
+    that run through transformers.
 
     Raises ModelLoadError, with the engine's message, for a model that the engine would reject, and
     where those weights are not there.
@@ -171,8 +172,8 @@ def measure_model(
 def _linear_shapes(
     config: DecoderConfig | EncoderConfig, architecture: str
 ) -> list[tuple[int, int]]:
-    """(rows, columns) of every linear layer's weight as merged by executor/models/layers.py,
-    without the head.
+    """Returns (rows, columns) of every linear layer's weight as merged by
+    executor/models/layers.py, without the head.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows = config.num_attention_heads * config.head_dim
@@ -188,7 +189,7 @@ def _linear_shapes(
 
 
 def _expert_shapes(config: DecoderConfig | EncoderConfig) -> list[tuple[int, int]]:
-    """Those of _linear_shapes that belong to routed experts."""
+    """Returns the shapes of _linear_shapes that belong to routed experts."""
     if (experts := config.experts) is None:
         return []
     one = [(2 * experts.size, config.hidden_size), (config.hidden_size, experts.size)]

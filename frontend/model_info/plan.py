@@ -40,10 +40,11 @@ from .gguf_header import find_description
 from .gpu_memory import gpu_memory_bytes
 from .model_sizes import ModelSizes, StoredSizes, kv_bytes_per_token, measure_model
 
-# Of a GPU, for the CUDA context and the cuBLAS workspace. An estimate, not a measurement.
+# A GPU needs this for the CUDA context and the cuBLAS workspace. It is an estimate, not a
+# measurement.
 CUDA_BYTES = 640 * 2**20
-# Engine process without weights and cache (260 MiB measured: Python and torch), and a frontend (100
-# MiB).
+# This is for the engine process without weights and cache (260 MiB measured, of Python and torch),
+# and a frontend (100 MiB).
 RUNTIME_BYTES = 384 * 2**20
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 # arguments that the plan determines
@@ -70,11 +71,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int  # requested; default: the model's context length
     device: str
     # Engines (data_parallel_size), which on a CPU share the memory. Figures of weights and of the
-    # KV cache are those of one.
+    # KV cache are those of one engine.
     num_engines: int = 1
     divides_experts: bool = False  # each engine has a part of the experts
-    # Ranks of an engine, as if all were on one machine. Figures are those of all together, and of
-    # as many GPUs.
+    # Ranks of an engine, as if all were on one machine. Figures are those of all ranks together,
+    # and of as many GPUs.
     num_ranks: int = 1
     memory_bytes: int  # on GPUs: their total memory
     memory_is_named: bool  # False: the free memory of this machine or its GPU
@@ -107,7 +108,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def least_memory_bytes(self) -> int:
         """Memory for the weights and one sequence of max_model_len, as divided by the engine's
-        defaults; on GPUs that of each.
+        defaults. On GPUs it is the memory of each.
         """
         if self.device == "cuda":
             needed = (
@@ -145,9 +146,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def make_plan(
     args: EngineArgs, memory_bytes: int | None = None, given: dict[str, Any] | None = None
 ) -> Plan:
-    """The plan for `args` on this machine, or for `memory_bytes` (on a GPU its total memory).
+    """Returns the plan for `args` on this machine, or for `memory_bytes` (on a GPU its total
+    memory).
 
-    given: the user's arguments, which `flags` repeats. Raises the engine's own errors.
+    `given` holds the user's arguments, which `flags` repeats. Raises the engine's own errors.
     """
     config = resolve(args)
     model_config, size = config.model_config, num_ranks(config)
@@ -205,7 +207,7 @@ def make_plan(
 
 
 class _Cache:
-    """What a block of one rank's KV cache holds, and how many a request needs."""
+    """Tells what a block of one rank's KV cache holds, and how many a request needs."""
 
     def __init__(self, config: EngineConfig, sizes: ModelSizes, draft_block_bytes: int):
         cache_config, shape, size = config.cache_config, sizes.config, num_ranks(config)
@@ -235,7 +237,9 @@ class _Room(NamedTuple):
 
 
 def _measure_room(config: EngineConfig, cache: _Cache, free: int) -> _Room:
-    """free: bytes of one rank for its cache; on a CPU also for activations."""
+    """Measures what fits. `free` has the bytes of one rank for its cache, on a CPU also for
+    activations.
+    """
     affordable = affordable_blocks(config, cache.block_bytes, free) if free > 0 else 0
     hf_config = config.model_config.hf_config
     context = positions_of(hf_config) or model_context(hf_config)
@@ -257,8 +261,8 @@ def _measure_room(config: EngineConfig, cache: _Cache, free: int) -> _Room:
 def _runtime_bytes(
     config: EngineConfig, memory: Memory, num_engines: int, weights_bytes: int
 ) -> int:
-    """What the processes take, those beside the first with their weights. A standby is a second
-    process with weights of its own; it touches its cache when the first is gone.
+    """Returns what the processes take, including the weights of those beside the first. A standby
+    is a second process with weights of its own; it touches its cache when the first is gone.
     """
     num_others = num_engines - 1 + config.service_config.standby
     num_bytes = memory.runtime_bytes + num_others * (RUNTIME_BYTES + weights_bytes)
@@ -268,7 +272,7 @@ def _runtime_bytes(
 
 
 def _bytes_by_dtype(config: EngineConfig, sizes: ModelSizes, is_gpu: bool) -> dict[str, int]:
-    """Plan.weights_bytes_by_dtype."""
+    """Returns Plan.weights_bytes_by_dtype."""
     by_dtype = {name: _bytes_of_packed(config, sizes, name) for name in ("bfloat16", "float32")}
     for name in () if is_gpu else QUANTIZATION_BITS:
         by_dtype[name] = _bytes_of_packed(config, sizes, config.model_config.dtype, name)
@@ -282,7 +286,9 @@ def _flags_as_bfloat16(
     memory_bytes: int | None,
     given: dict[str, Any],
 ) -> list[str]:
-    """The flags with which a model fits that does not in float32; empty if there are none."""
+    """Returns the flags with which a model fits that does not fit in float32. They are empty if
+    there are none.
+    """
     if longest or config.model_config.dtype != "float32":
         return []
     as_bfloat16: dict[str, Any] = {"dtype": "bfloat16"}
@@ -291,7 +297,9 @@ def _flags_as_bfloat16(
 
 
 def _bytes_of_draft(config: EngineConfig) -> tuple[int, int]:
-    """Bytes of the draft model's weights, and of its part of a KV-cache block; 0 without one."""
+    """Returns the bytes of the draft model's weights, and of its part of a KV-cache block. They are
+    0 without one.
+    """
     drafting = config.scheduler_config.speculative_config
     if drafting is None or (draft := drafting.draft_model_config) is None:
         return 0, 0
@@ -303,7 +311,9 @@ def _bytes_of_draft(config: EngineConfig) -> tuple[int, int]:
 
 
 def weights_in_engine(config: EngineConfig, sizes: ModelSizes) -> tuple[int, bool]:
-    """Bytes of the weights in the engine's memory, and whether they are the blocks of the files."""
+    """Returns the bytes of the weights in the engine's memory, and whether they are the blocks of
+    the files.
+    """
     kept_bytes = _bytes_of_blocks(config, sizes)
     if kept_bytes is not None:
         return kept_bytes, True
@@ -314,18 +324,19 @@ def weights_in_engine(config: EngineConfig, sizes: ModelSizes) -> tuple[int, boo
 def _bytes_of_packed(
     config: EngineConfig, sizes: ModelSizes, dtype: str, quantization: str | None = None
 ) -> int:
-    """Bytes of the weights that one engine has."""
+    """Returns the bytes of the weights that one engine has."""
     num_bytes = sizes.weights_bytes(dtype, quantization)
     if shares_experts(config):
-        # equally many in each, see check_expert_parallel
+        # each has equally many, see check_expert_parallel
         size = config.device_config.data_parallel_size
         num_bytes -= sizes.experts_bytes(dtype, quantization) * (size - 1) // size
     return num_bytes
 
 
 def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
-    """Bytes of the weights of a GGUF file or a quantized checkpoint, whose blocks are multiplied as
-    they are; None for others. The engine's LayerFactory.keeps_blocks decides the same.
+    """Returns the bytes of the weights of a GGUF file or a quantized checkpoint, whose blocks are
+    multiplied as they are, or None for others. The engine's LayerFactory.keeps_blocks decides the
+    same.
     """
     device, model_config = config.device_config, config.model_config
     if (
@@ -353,7 +364,7 @@ def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
 
 
 def check_cache(args: EngineArgs, plan: Plan) -> str:
-    """check_cache_size of a plan; the engine calls that when it starts."""
+    """Calls check_cache_size for a plan, as the engine does when it starts."""
     on_gpus = plan.device == "cuda"
     there_is = plan.memory_bytes
     if not (on_gpus or plan.memory_is_named):
@@ -376,8 +387,9 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def _measure_memory(config: EngineConfig, memory_bytes: int | None) -> Memory:
-    """Bytes of this machine, or of a machine with `memory_bytes`: the free memory of a CPU machine,
-    the total memory of a GPU, which is then assumed to be idle. Each rank has a GPU like the first.
+    """Returns the memory of this machine, or of a machine with `memory_bytes`: the free memory of a
+    CPU machine, or the total memory of a GPU, which is then assumed to be idle. Each rank has a GPU
+    like the first.
     """
     if config.device_config.device != "cuda":
         return Memory(
@@ -409,9 +421,9 @@ def _estimate_step(config: EngineConfig, sizes: ModelSizes) -> int:
 
 
 def resolve(args: EngineArgs) -> EngineConfig:
-    """The configuration that the engine would receive.
+    """Returns the configuration that the engine would receive.
 
-    Reads small files of the model only. A model in the hub cache needs no network.
+    It reads only small files of the model. A model in the hub cache needs no network.
     """
     described: dict[str, Any] = {
         "model": str(find_description(args)),

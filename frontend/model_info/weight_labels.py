@@ -15,7 +15,7 @@ from ...ipc.models.gguf import GGUFFile, is_gguf, read_gguf
 from ...ipc.models.quantization_config import MXFP4, parse_quantization
 
 FILE_TYPE_KEY = "general.file_type"
-# GGML's number of a file's mix of types -> its name
+# GGML's number of a file's mix of types maps to its name.
 FILE_TYPES = {
     0: "F32",
     1: "F16",
@@ -65,7 +65,7 @@ class WeightLabels(NamedTuple):
 
 
 def weight_labels(path: Path, hf_config: dict[str, Any]) -> WeightLabels:
-    """`path`: the model's directory or GGUF file.
+    """Returns the labels of a model. `path` is its directory or GGUF file.
 
     Raises ModelLoadError for a GGUF file or a quantization_config that is not readable.
     """
@@ -79,7 +79,9 @@ def weight_labels(path: Path, hf_config: dict[str, Any]) -> WeightLabels:
 
 
 def file_type(file: GGUFFile) -> str:
-    """The type that the file's metadata names, else the one that most of its weights have."""
+    """Returns the type that the file's metadata names, else the one that most of its
+    weights have.
+    """
     number = file.metadata.get(FILE_TYPE_KEY)
     if isinstance(number, int) and (name := FILE_TYPES.get(number & ~GUESSED)):
         return name

@@ -1,3 +1,3 @@
-"""What an operator sees: `stats.py` has the statistics, `tracing.py` the spans, and
+"""The figures that an operator sees: `stats.py` has the statistics, `tracing.py` the spans, and
 `server_metrics.py` the metrics of OpenTelemetry.
 """

@@ -13,7 +13,9 @@ Event = dict[str, Any]
 
 
 def label(kind: str, pid: int, row: int, **args: str | int) -> Event:
-    """kind: "process_name" or "thread_name" with `name`, or "thread_sort_index"."""
+    """Returns an event that names or sorts a process or a row. `kind` is "process_name" or
+    "thread_name" with `name`, or "thread_sort_index".
+    """
     return {"name": kind, "ph": "M", "pid": pid, "tid": row, "args": args}
 
 
@@ -26,7 +28,7 @@ def event(
     end_us: float | None = None,
     **args: Any,
 ) -> Event:
-    """A span ("X", complete) or, without an end, a moment ("i", instant)."""
+    """Returns a span ("X", complete) or, without an end, a moment ("i", instant)."""
     common = {
         "name": name,
         "cat": category,

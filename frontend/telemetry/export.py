@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidParameterError
 
-# limit at the end: an endpoint that does not answer loses its spans and delays no longer than this
+# At the end, an endpoint that does not answer loses its spans and delays no longer than this.
 EXPORT_TIMEOUT_S = 3.0
-# by the value of OpenTelemetry's own variable OTEL_EXPORTER_OTLP_{TRACES,METRICS}_PROTOCOL
+# The keys are values of OpenTelemetry's own variable OTEL_EXPORTER_OTLP_{TRACES,METRICS}_PROTOCOL.
 EXPORTERS = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc",
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http",
@@ -38,8 +38,8 @@ def check_installed(parameter: str, *modules: str) -> None:
 
 
 def check_endpoint(kind: str, endpoint: str | None) -> None:
-    """Raises InvalidParameterError if "traces" or "metrics" cannot be sent to `endpoint`; called
-    before an engine is started. None: none are sent.
+    """Raises InvalidParameterError if "traces" or "metrics" cannot be sent to `endpoint`. It is
+    called before an engine is started. With None, none are sent.
     """
     if endpoint is not None:
         check_installed(f"otlp_{kind}_endpoint", _exporter_module(kind))
@@ -63,7 +63,7 @@ def _exporter(kind: str, name: str, endpoint: str) -> Any:
 
 
 def _resource() -> Any:
-    """What spans and metrics say of this program."""
+    """Returns what spans and metrics say of this program."""
     from opentelemetry.sdk.resources import Resource
 
     return Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "quire")})
@@ -93,14 +93,14 @@ def make_meter_provider(endpoint: str) -> Any:
 
 
 class Telemeter:
-    """Base of what reports requests to a provider of OpenTelemetry.
+    """The base class of what reports requests to a provider of OpenTelemetry.
 
-    `provider` is a TracerProvider or a MeterProvider; `is_ours`: close it with this object. Raises
-    InvalidParameterError for anything else.
+    `provider` is a TracerProvider or a MeterProvider. `is_ours` tells whether it is closed with
+    this object. Raises InvalidParameterError for anything else.
     """
 
-    KIND: ClassVar[str]  # of the provider: "tracer" or "meter"
-    METHOD: ClassVar[str]  # that the provider must have
+    KIND: ClassVar[str]  # kind of provider: "tracer" or "meter"
+    METHOD: ClassVar[str]  # a method that the provider must have
 
     def __init__(self, provider: Any, config: EngineConfig, *, is_ours: bool = False):
         if not callable(getattr(provider, self.METHOD, None)):

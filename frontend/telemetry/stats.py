@@ -1,4 +1,4 @@
-"""The frontend's statistics: the log line, the counters, and tracing of requests.
+"""The frontend's statistics: the log line, the counters and the tracing of requests.
 
 Must not know: text, sockets, how a request is processed.
 """
@@ -37,14 +37,14 @@ class StatsLogger:
         self._is_idle = True
         self._begin = 0.0  # start of the present interval
         self._last_line = float("-inf")
-        # By engine_index: the statistics at the interval's start, and the latest. Without those at
-        # the start, the next ones stand for them.
+        # The statistics at the interval's start, and the latest ones, by engine_index. Without the
+        # first, the next ones stand for them.
         self._base: dict[int, SchedulerStats] = {}
         self._latest: dict[int, SchedulerStats] = {}
         self._epochs: dict[int, int] = {}
 
     def begin(self) -> None:
-        """Called before a request is sent.
+        """Prepares for a request that is about to be sent.
 
         After an idle time it starts a new interval, so that the rates cover only the work.
         """
@@ -88,7 +88,7 @@ class StatsLogger:
 
 
 def total(stats: Collection[SchedulerStats]) -> SchedulerStats:
-    """The statistics of several engines together."""
+    """Returns the statistics of several engines together."""
     if len(stats) == 1:
         return next(iter(stats))
     names = SchedulerStats.__struct_fields__
@@ -114,12 +114,12 @@ def format_line(base: SchedulerStats, stats: SchedulerStats, interval_s: float) 
 
 class Telemetry:
     """The statistics and tracing that LLMEngine and AsyncLLM share: the engine's latest statistics,
-    the log line, counters, tracing.
+    the log line, the counters and the spans.
     """
 
     def __init__(self, config: EngineConfig, shares_engine: bool):
-        """`shares_engine`: other clients may use the engine, too."""
-        # of the engine after its last step, or the sum of several engines'
+        """`shares_engine` tells whether other clients may use the engine, too."""
+        # the statistics of the engine after its last step, or the sum of several engines'
         self.stats: SchedulerStats | None = None
         self._stats: dict[int, SchedulerStats] = {}  # by engine_index
         self._config = config
@@ -150,7 +150,9 @@ class Telemetry:
             self._log.log()
 
     def set_meter_provider(self, provider: Any, *, is_ours: bool = False) -> None:
-        """Measures later requests with this opentelemetry.metrics.MeterProvider. None: stops."""
+        """Measures later requests with this opentelemetry.metrics.MeterProvider. None stops
+        measuring.
+        """
         if self._server_metrics is not None:
             self._server_metrics.close()
         self._server_metrics = None
@@ -160,14 +162,16 @@ class Telemetry:
             self._server_metrics = ServerMetrics(provider, self._config, is_ours=is_ours)
 
     def finish(self, state: RequestState, clock_offset: float) -> None:
-        """`clock_offset`: from the engine's clock to seconds since 1970."""
+        """Reports a finished request. `clock_offset` leads from the engine's clock to seconds since
+        1970.
+        """
         if self._tracer is not None:
             self._tracer.finish(state, clock_offset)
         if self._server_metrics is not None:
             self._server_metrics.finish(state)
 
     def set_tracer_provider(self, provider: Any, *, is_ours: bool = False) -> None:
-        """Records later requests as spans of this opentelemetry.trace.TracerProvider. None: stops
+        """Records later requests as spans of this opentelemetry.trace.TracerProvider. None stops
         recording.
         """
         if self._tracer is not None:
@@ -179,7 +183,7 @@ class Telemetry:
             self._tracer = RequestTracer(provider, self._config, is_ours=is_ours)
 
     def begin(self, request: ProcessedRequest, trace_headers: dict[str, str] | None = None) -> None:
-        """Called before a request is sent.
+        """Registers a request before it is sent.
 
         `trace_headers`: the caller's trace context, as HTTP headers carry it (W3C traceparent).
         """
@@ -198,7 +202,9 @@ class Telemetry:
                 self._log.record(outputs.stats, outputs.epoch, outputs.engine_index)
 
     def fail(self, error: Exception) -> None:
-        """Called when the engine is gone: no request will finish."""
+        """Ends the spans of the requests. It is called when the engine is gone, so no request will
+        finish.
+        """
         if self._tracer is not None:
             self._tracer.fail(error)
 

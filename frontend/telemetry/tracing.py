@@ -46,7 +46,9 @@ class RequestTracer(Telemeter):
         self._begun: dict[str, _Begun] = {}
 
     def begin(self, request: ProcessedRequest, trace_headers: dict[str, str] | None) -> None:
-        """The headers name the parent; without them it is the caller's current span."""
+        """Registers a request. The headers name the parent; without them it is the caller's current
+        span.
+        """
         from opentelemetry import context
 
         if trace_headers is None:
@@ -64,7 +66,7 @@ class RequestTracer(Telemeter):
         """
         begun = self._begun.pop(state.request_id, None)
         if begun is None:
-            return  # it began before tracing was enabled
+            return  # the request began before tracing was enabled
         reasons = [str(completion.finish_reason) for completion in state.completions]
         attributes = _usage(state.metrics) | {"gen_ai.response.finish_reasons": reasons}
         error = None if state.error is None else (state.error_parameter or "engine", state.error)
@@ -89,14 +91,14 @@ class RequestTracer(Telemeter):
         clock_offset: float,
         error: tuple[str, str] | None,
     ) -> None:
-        """`error`: its type and its message."""
+        """Makes the spans. `error` has its type and its message."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         end = metrics.finished_time
         assert end is not None  # the request has ended
 
         def wall(engine_ts: float) -> int:
-            """Nanoseconds, limited to the root span."""
+            """Returns nanoseconds, limited to the root span."""
             return int(min(max(engine_ts + clock_offset, metrics.arrival_time), end) * 1e9)
 
         root = self._tracer.start_span(
@@ -126,8 +128,8 @@ class RequestTracer(Telemeter):
 
 
 def _request_attributes(request: ProcessedRequest) -> dict[str, Any]:
-    """The request's parameters under the names of the gen_ai conventions, without parameters that
-    are unset by default.
+    """Returns the request's parameters under the names of the gen_ai conventions, without
+    parameters that are unset by default.
     """
     core_request, params = request.core_request, request.core_request.params
     common = {

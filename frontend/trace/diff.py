@@ -22,7 +22,7 @@ Key = tuple[str, str, str]
 
 
 def compare(a: RecordedTrace, b: RecordedTrace, width: int = 190) -> str:
-    """Both traces side by side as plain text. Medians are in microseconds."""
+    """Shows both traces side by side as plain text. Medians are in microseconds."""
     heading = Text(f"A: {_title(a)}\nB: {_title(b)}\n")
     return render(Group(heading, _parts(a, b), Text(), _kernels(a, b)), width)
 

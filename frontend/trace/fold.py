@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ...ipc.trace import Kernel, MachineLimits, StepTrace
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
-# operations whose products are of integers
+# the names of operations whose products are of integers
 _OF_INTEGERS = re.compile(r"linear_(int|q\d|iq)|quantized|gguf")
 
 Key = tuple[str, str, str, str, str]
@@ -77,14 +77,14 @@ class FoldedKernel:
 
     @property
     def fraction(self) -> float:
-        """The share of this limit that the median call reaches. More than 1: its data were in a
-        cache.
+        """The share of this limit that the median call reaches. A share above 1 means that its data
+        were in a cache.
         """
         return self._least_s[0] / self.median_s if self.median_s else 0.0
 
 
 def folded_module(module: str) -> str:
-    """layers.3.mlp -> layers[i].mlp"""
+    """Turns layers.3.mlp into layers[i].mlp."""
     return _INDEX.sub("[i]", module).replace(".[i]", "[i]")
 
 

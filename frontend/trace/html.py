@@ -16,7 +16,7 @@ STYLE = "body { font: 15px system-ui, sans-serif; margin: 2em } pre { overflow-x
 
 
 def page(trace: RecordedTrace) -> str:
-    """The file's text. It loads nothing."""
+    """Returns the file's text. It loads nothing."""
     folder = files("quire.frontend.server.page")
     chart, style = ((folder / name).read_text("utf-8") for name in ("flame.js", "flame.css"))
     # "</" would end the script

@@ -18,7 +18,7 @@ STEPS, STAGES, KERNELS = 1, 2, 10  # rows of the engine; kernels from there on, 
 
 
 def chrome_trace(trace: RecordedTrace) -> dict[str, Any]:
-    """The Trace Event Format; times are microseconds since the first step."""
+    """Returns the trace in the Trace Event Format; times are microseconds since the first step."""
     engine = trace.recorded
     zero_s = min((step.begin_s for step in engine.steps), default=0.0)
     events = [

@@ -45,7 +45,7 @@ def _taken(hop: Hop, received: list[Received]) -> Hop:
 
 
 class RecordedTrace:
-    """The recorded steps. Empty until `complete`."""
+    """The recorded steps. There are none until `complete`."""
 
     def __init__(
         self,
@@ -93,12 +93,12 @@ class RecordedTrace:
         return fold(kernels, engine.limits)
 
     def to_json(self) -> bytes:
-        """Everything that was recorded; `from_json` reads it."""
+        """Returns everything that was recorded; `from_json` reads it."""
         return msgspec.json.encode(TraceFile(self.recorded, self.received, self.places))
 
     @classmethod
     def from_json(cls, data: bytes, source: str = "trace") -> Self:
-        """Raises InvalidParameterError naming `source` for what is no trace."""
+        """Reads a trace. Raises InvalidParameterError naming `source` for what is no trace."""
         try:
             found = msgspec.json.decode(data, type=TraceFile)
         except msgspec.DecodeError as error:

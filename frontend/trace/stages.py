@@ -10,8 +10,8 @@ from importlib import import_module
 from ...ipc.trace import place_of_function
 from ..clients.client import EngineClient
 
-# module of the frontend, class and method, in the order in which a request meets them; "client" is
-# the class of the engine's client
+# (module of the frontend, class and method), in the order in which a request meets them; "client"
+# is the class of the engine's client
 BLOCKING = (
     "llm:LLM.generate",
     "requests.input_processor:InputProcessor.process_inputs",

@@ -13,10 +13,10 @@ from .recorded import RecordedTrace
 
 
 class Trace(RecordedTrace):
-    """The recorded steps. Empty until the context of `LLM.trace` ends."""
+    """The recorded steps. There are none until the context of `LLM.trace` ends."""
 
     def tree(self, width: int = 190) -> str:
-        """The path of the tokens as plain text, in lines of at most `width` columns."""
+        """Returns the path of the tokens as plain text, in lines of at most `width` columns."""
         from .tree import render, tree_of
 
         return render(tree_of(self, width), width)

@@ -18,7 +18,7 @@ from ...ipc.trace import EngineTrace, Hop, RankTrace, Row, Span, StepTrace
 from .fold import FoldedKernel, dominating, fold
 from .recorded import Received, RecordedTrace
 
-# they run once per message of the engine, and the other stages once per request
+# these run once per message of the engine, and the other stages once per request
 OF_EACH_STEP = ("LLMEngine.step", "AsyncLLM._read_outputs")
 OF_OUTPUTS = ("OutputProcessor.process_outputs", "IncrementalDetokenizer.update")
 REASONS = {
@@ -49,7 +49,7 @@ LEFT = "kernel", "shape", "line"
 
 
 def render(tree: RenderableType, width: int) -> str:
-    """`tree` in lines of at most `width` columns, without colours."""
+    """Prints `tree` in lines of at most `width` columns, without colours."""
     out = io.StringIO()
     plain = Console(file=out, width=width, color_system=None, markup=False, highlight=False)
     plain.print(tree)

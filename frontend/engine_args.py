@@ -402,7 +402,9 @@ def _without_chunks(wanted: Any, model_config: Any) -> Any:
 
 
 def _resolve_cache(config: EngineConfig, device_config: Any, model_config: Any) -> Any:
-    """A bidirectional model has no prefix cache: every token's entry depends on the whole text."""
+    """Resolves the cache's settings. A bidirectional model has no prefix cache: every token's entry
+    depends on the whole text.
+    """
     wanted = config.cache_config
     if model_config.runner == "pooling" and model_config.pooling.is_bidirectional:
         wanted = replace(wanted, enable_prefix_caching=False)

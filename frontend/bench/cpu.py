@@ -51,7 +51,7 @@ class CpuLimits:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step must read and compute."""
+    """The bytes that a step must read, and the operations that it must compute."""
 
     num_bytes: float
     weight_flops: float
@@ -126,7 +126,7 @@ class ModelWork:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What to measure in one engine with a given number of threads."""
+    """The measurements in one engine with a given number of threads."""
 
     decode: list[tuple[int, int]]  # (requests, tokens before each)
     prefill: list[int]

@@ -49,9 +49,7 @@ def options_of(options: type[T], args: argparse.Namespace, **others: Any) -> T:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns all flags as JSON values, without the key and the record of where settings
-    came from.
-    """
+    """Returns all flags as JSON values, without the key and the record of their sources."""
     return {
         name: str(value) if value == float("inf") else value
         for name, value in vars(args).items()

@@ -252,7 +252,7 @@ def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
 def _prepare(
     llm: LLM, options: WorkloadOptions, args: argparse.Namespace
 ) -> tuple[list[WorkloadRequest], list[SamplingParams], ReadLimit]:
-    """Returns the requests and their parameters, and the limit, measured while the engine
+    """Returns the requests and their parameters, and the limit, which is measured while the engine
     is idle.
     """
     from ..bench.offline import measure_read_limit, sampling_params

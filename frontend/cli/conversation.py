@@ -33,7 +33,7 @@ class Display(Protocol):
         """Shows the next piece of the reasoning before the answer."""
 
     def end(self) -> None:
-        """Called when the answer is complete."""
+        """Ends the answer, which is complete."""
 
     def notice(self, text: str) -> None:
         """Shows a sentence that is not part of the answer."""

@@ -1,5 +1,5 @@
-"""`--man` and `quire help --completion SHELL`: the manual page and the completion of a
-shell, made from the parsers that also make --help.
+"""`--man` and `quire help --completion SHELL`: the manual page and the completion of a shell, made
+from the parsers that also make --help.
 
 Must not know: what a flag does.
 """

@@ -1,5 +1,5 @@
 """The sources of a command's settings: flags override QUIRE_* variables, these override a file, and
-that overrides defaults. Also prints the settings with their sources.
+that overrides defaults. The module also prints the settings with their sources.
 
 Must not know: argparse, the effect of any setting.
 """

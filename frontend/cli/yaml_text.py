@@ -1,7 +1,7 @@
 """YAML for settings files: a duplicate key is an error, 1e6 is a number, and every value that is
 written is read back unchanged.
 
-Must not know: settings, files. Imported only where YAML is read or written.
+Must not know: settings, files. It is imported only where YAML is read or written.
 """
 
 from __future__ import annotations

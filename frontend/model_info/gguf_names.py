@@ -53,9 +53,7 @@ def quantization_of(name: str) -> str | None:
 
 
 def first_parts(names: Iterable[str]) -> list[str]:
-    """Returns one name for each model among these files, sorted. Projectors of images are
-    left out.
-    """
+    """Returns one name for each model among these files, sorted, without projectors of images."""
     ggufs = sorted(name for name in names if name.endswith(".gguf"))
     return [
         name

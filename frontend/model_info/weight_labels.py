@@ -79,8 +79,8 @@ def weight_labels(path: Path, hf_config: dict[str, Any]) -> WeightLabels:
 
 
 def file_type(file: GGUFFile) -> str:
-    """Returns the type that the file's metadata names, else the one that most of its
-    weights have.
+    """Returns the type that the file's metadata names, or, if it names none, the type of most of
+    its weights.
     """
     number = file.metadata.get(FILE_TYPE_KEY)
     if isinstance(number, int) and (name := FILE_TYPES.get(number & ~GUESSED)):

@@ -87,7 +87,7 @@ class RecordedTrace:
         return self.engine
 
     def kernels(self) -> list[FoldedKernel]:
-        """The kernels of all steps, equal layers in one entry."""
+        """Returns the kernels of all steps, with equal layers in one entry."""
         engine = self.recorded
         kernels = [kernel for step in engine.steps for kernel in kernels_of(step)]
         return fold(kernels, engine.limits)

@@ -34,27 +34,28 @@ if TYPE_CHECKING:
 
 MAX_RETRY_AFTER_S = 600.0
 NUM_THREADS = 2  # for work beside the event loop, of all models
-# started on first use
+# The threads start on first use.
 THREADS = ThreadPoolExecutor(NUM_THREADS, "quire work")
 Result = TypeVar("Result")
 
 
 class CompletionRate:
-    """Completions per second that the engine finishes while it is full.
+    """The number of completions per second that the engine finishes while it is full.
 
-    There are two estimates. Once as many completions have ended as the engine holds: their
-    number divided by the time they took. Before that: the number of completions that the engine
-    computes at once divided by the compute time of one (Little's law), estimated from the first
-    completions; their plain count would be far too low while a first batch still runs.
+    There are two estimates. Once as many completions have ended as the engine holds, the rate is
+    their number divided by the time they took. Before that, it is the number of completions that
+    the engine computes at once divided by the compute time of one (Little's law), estimated from
+    the first completions. Their plain count would be far too low while a first batch still runs.
     """
 
     MIN_COUNTED = 8  # completions, for an engine that holds fewer
     MAX_KEPT = 512
-    # assumed time for MIN_COUNTED completions without a history; rather too short than too long
+    # This is the assumed time for MIN_COUNTED completions without a history. It is rather too short
+    # than too long.
     FIRST_S = 1.0
 
     def __init__(self) -> None:
-        # (when it ended, number of completions, seconds of computation)
+        # Each entry is (when it ended, number of completions, seconds of computation).
         self._ended: deque[tuple[float, int, float]] = deque(maxlen=self.MAX_KEPT)
 
     def add(self, now: float, num_completions: int, computed_s: float) -> None:
@@ -68,8 +69,9 @@ class CompletionRate:
         num_computing: int,
         mean_age_s: float,
     ) -> float:
-        """`num_running`: completions in the engine, of which it computes `num_computing` at once.
-        `mean_age_s`: the mean time for which those have been computed so far.
+        """`num_running` is the number of completions in the engine, of which it computes
+        `num_computing` at once. `mean_age_s` is the mean time for which those have been computed so
+        far.
         """
         needed = max(num_running, self.MIN_COUNTED)
         num_counted, since = 0, full_since
@@ -85,8 +87,8 @@ class CompletionRate:
         return max(1, num_computing) / self._computed_s(needed, mean_age_s)
 
     def _computed_s(self, num_completions: int, mean_age_s: float) -> float:
-        """The mean of the last completions to end; more, if the running ones have already taken
-        longer.
+        """Returns the mean of the last completions to end, or more, if the running ones have
+        already taken longer.
         """
         latest = [
             computed_s
@@ -102,8 +104,8 @@ class Slot:
     """The place of one request: an async context manager, which raises ApiError 429 when it is
     entered and the queue is full.
 
-    Inside it, the request may be in the engine. `key`: its queue. `group`: the call that it belongs
-    to.
+    Inside it, the request may be in the engine. `key` names its queue. `group` is the call that it
+    belongs to.
     """
 
     admission: Admission
@@ -117,7 +119,8 @@ class Slot:
     is_waiting: bool = False  # in a queue
     queued_s: float = 0.0  # seconds that it waited
     entered: float = 0.0  # by the admission's clock
-    # estimated fraction of its time in the engine that it is computed; otherwise it waits there
+    # This is the estimated fraction of its time in the engine that it is computed; otherwise it
+    # waits there.
     share: float = 1.0
 
     async def __aenter__(self) -> Slot:
@@ -135,10 +138,10 @@ class Slot:
 class Admission:
     """Limits the completions in the engine and the requests that wait.
 
-    max_running: completions in the engine. max_computing: completions in one step of the engine.
-    max_waiting: groups of waiting requests (the requests of one call are a group).
-    max_waiting_tokens: of all waiting prompts; max_waiting_tokens_per_key: of those of one key.
-    `clock`: returns seconds.
+    max_running is the limit of completions in the engine, and max_computing that of completions in
+    one step of the engine. max_waiting is the limit of groups of waiting requests (the requests of
+    one call are a group). max_waiting_tokens is the limit of all waiting prompts, and
+    max_waiting_tokens_per_key that of the prompts of one key. `clock` returns seconds.
     """
 
     def __init__(
@@ -163,7 +166,7 @@ class Admission:
         self.num_waiting_tokens = 0
         self.num_refused: Counter[str] = Counter()  # by the limit that was reached
         self._clock = clock
-        # By key, never empty; the first is the next to be served.
+        # The queues are by key and never empty. The first is the next to be served.
         self._lines: dict[str, list[tuple[int, int, Slot]]] = {}
         self._groups: Counter[Hashable] = Counter()  # waiting requests
         self._running: Counter[str] = Counter()  # completions in the engine, by key
@@ -182,14 +185,14 @@ class Admission:
         return self.num_running + slot.num_completions <= self.max_running or not self.num_running
 
     def _has_share(self, slot: Slot) -> bool:
-        """Whether its key may have it in the engine, whatever the others have."""
+        """Tells whether its key may have it in the engine, whatever the others have."""
         own = self._running[slot.key]
         return self.reserves_shares and (
             not own or own + slot.num_completions <= self.max_running / self._num_keys(slot.key)
         )
 
     def _num_keys(self, key: str) -> int:
-        """The number of keys with requests in the engine or in a queue, `key` included."""
+        """Returns the number of keys with requests in the engine or in a queue, `key` included."""
         return len({key, *self._running, *self._lines})
 
     async def wait(self, slot: Slot) -> None:
@@ -253,7 +256,7 @@ class Admission:
         return slot
 
     def _count_waiting(self, slot: Slot, change: int) -> None:
-        """`change`: 1 when the slot enters its queue, -1 when it leaves."""
+        """`change` is 1 when the slot enters its queue and -1 when it leaves."""
         slot.is_waiting = change > 0
         self.num_waiting += change
         self.num_waiting_completions += change * slot.num_completions
@@ -276,7 +279,9 @@ class Admission:
                 slot.waiter.set_result(None)
 
     def _next_key(self) -> str | None:
-        """The first in turn, if there is room for its first request; else one with a share left."""
+        """Returns the first in turn, if there is room for its first request, else one with a share
+        left.
+        """
         for number, (key, line) in enumerate(self._lines.items()):
             slot = line[0][-1]
             if (not number and self.has_room(slot)) or self._has_share(slot):
@@ -290,7 +295,7 @@ class Admission:
     def _check_bounds(self, slot: Slot) -> None:
         mine = [other for *_, other in self._lines.get(slot.key, ())]
         num_tokens = sum(other.num_tokens for other in mine) + slot.num_tokens
-        # of a limit; a key within its share of one is not refused
+        # A key within its share of a limit is not refused.
         share = 1 / self._num_keys(slot.key) if self.reserves_shares else 0.0
         if slot.group not in self._groups and len(self._groups) >= self.max_waiting:
             num_groups = len({other.group for other in mine})
@@ -335,8 +340,8 @@ class Admission:
         )
 
     def expected_wait_s(self) -> float:
-        """Seconds until all waiting requests and one more have been admitted, at the current
-        completion rate.
+        """Returns the seconds until all waiting requests and one more have been admitted, at the
+        current completion rate.
         """
         now = self._clock()
         num_computing = min(self.num_running, self.max_computing)
@@ -357,7 +362,7 @@ class Admission:
 
 
 async def in_turn(turns: Admission, call: HttpCall, work: Callable[[], Result]) -> Result:
-    """The result of `work`, run in a thread when it is this key's turn.
+    """Returns the result of `work`, run in a thread when it is this key's turn.
 
     All work that takes long beside the event loop uses it: `asyncio.to_thread` would serve in order
     of arrival, so that the work of one key delays that of another. A thread cannot be stopped: if

@@ -37,7 +37,7 @@ EXPOSED_HEADERS = (
     "retry-after",
     "openai-processing-ms",
 )
-# Polled by probes, scrapers and the page at /.
+# Probes, scrapers and the page at / poll these.
 POLLS = frozenset(
     {"/health", "/health/ready", "/metrics", "/ping", "/load", "/v1/requests"}
     | {"/v1/engine/state", "/v1/engine/experts"}
@@ -47,8 +47,8 @@ FAMILIES = (*OF_ONE_MODEL, health, metrics, models, ollama_models, page)  # as t
 
 
 def make_app(state: ServerState, models: Models | None = None) -> App | CORSMiddleware:
-    """The whole server over `state`, or over several models. CORS precedes App, since a preflight
-    request carries no key.
+    """Makes the whole server over `state`, or over several models. CORS precedes App, since a
+    preflight request carries no key.
     """
     app = App(state, Router(all_routes(state, models), redirect_slashes=False))
     if not state.server_config.allowed_origins:
@@ -65,12 +65,12 @@ def make_app(state: ServerState, models: Models | None = None) -> App | CORSMidd
 
 
 def log_access(scope: Any, status: int, duration_s: float) -> None:
-    """Logs one line: client, method, path, status, duration, request id."""
+    """Logs one line with client, method, path, status, duration and request id."""
     host, port = scope.get("client") or ("unix", None)
     fields = {
         "client": host if port is None else f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "method": scope["method"],
-        # The path as sent: the decoded path may contain line breaks.
+        # The path is logged as sent: the decoded path may contain line breaks.
         "path": scope["raw_path"].decode("ascii", "replace"),
         "status": "left" if status == CLIENT_LEFT else status,
         "duration_ms": round(1000 * duration_s, 3),
@@ -105,7 +105,7 @@ class AnswerSender:
 
 
 def _begin_call(scope: Any, send: Any, loop: asyncio.AbstractEventLoop) -> HttpCall:
-    """The HttpCall of a request, which is in its scope from here on."""
+    """Makes the HttpCall of a request, which is in its scope from here on."""
     task = asyncio.current_task()
     assert task is not None
     of_connection = scope.setdefault("state", {})
@@ -154,8 +154,8 @@ class App:
                 scope["path"] = scope["path"][len(root) :]
         loop = asyncio.get_running_loop()
         call = _begin_call(scope, send, loop)
-        # Makes starlette's routes raise their errors, which _answer_error converts to the format of
-        # the API.
+        # The entry makes starlette's routes raise their errors, which _answer_error converts to the
+        # format of the API.
         scope["app"] = self
         answer = AnswerSender(send, call, loop)
         self.state.meters.http_began()
@@ -224,7 +224,7 @@ class App:
         )
 
     def _allow(self, scope: Any) -> dict[str, str]:
-        """All methods of the path: the router reports only those of its first route."""
+        """Returns all methods of the path: the router reports only those of its first route."""
         path = next(r.path for r in self._routes if r.matches(scope)[0] is not Match.NONE)
         methods = {method for r in self._routes if r.path == path for method in r.methods or ()}
         return {"allow": ", ".join(sorted(methods))}

@@ -235,24 +235,26 @@ class ServerConfig(Section, frozen=True):
 
 
 def server_fields() -> dict[str, ConfigField]:
-    """Every setting of the server by name."""
+    """Returns every setting of the server by name."""
     return section_fields(ServerConfig)
 
 
 def most_connections(max_connections: int) -> int:
-    """All open connections, with those that only receive an error since `max_connections` others
-    are open.
+    """Returns the limit of all open connections, with those that only receive an error since
+    `max_connections` others are open.
     """
     return max_connections + min(SPARE_CONNECTIONS, max_connections // 3 + 1)
 
 
 def most_files(max_connections: int) -> int:
-    """The descriptors of a server with so many connections."""
+    """Returns the descriptors of a server with so many connections."""
     return most_connections(max_connections) + OTHER_FILES
 
 
 def connections_within(max_connections: int, num_files: int) -> int:
-    """How many of `max_connections` a process may have that opens at most `num_files` files."""
+    """Returns how many of `max_connections` a process may have that opens at most `num_files`
+    files.
+    """
     if most_files(max_connections) <= num_files:
         return max_connections
     num_left = num_files - min(OTHER_FILES, num_files // 2)

@@ -79,7 +79,7 @@ HandlerOfSlot = Callable[[ModelSlot], Handler]
 
 
 class ModelFields(msgspec.Struct):
-    """What decides on the model. Other fields, and errors in them, are the handler's."""
+    """These fields decide on the model. Other fields, and errors in them, are the handler's."""
 
     model: str | None = None
     keep_alive: float | str | None = None
@@ -103,7 +103,7 @@ class Leased:
 
 
 def routes_of_models(front: ServerState, models: Models) -> list[ApiRoute]:
-    """`front`: the state of the server itself, which has no engine."""
+    """`front` is the state of the server itself, which has no engine."""
     own = [
         *_health_routes(front, models),
         *metrics.routes_of_several(front, lambda: [s.state for s in models.slots.values()]),
@@ -120,7 +120,7 @@ def _dispatched(front: ServerState, models: Models) -> list[ApiRoute]:
     of_slots: WeakKeyDictionary[ModelSlot, list[ApiRoute]] = WeakKeyDictionary()
 
     def routes_of(slot: ModelSlot) -> list[ApiRoute]:
-        """Made when they are first used: slots come and go."""
+        """Makes the routes when they are first used: slots come and go."""
         if slot not in of_slots:
             of_slots[slot] = [r for family in OF_ONE_MODEL for r in family.routes(slot.state)]
         return of_slots[slot]
@@ -155,7 +155,7 @@ def _by_body(front: ServerState, models: Models, handler_of: HandlerOfSlot) -> H
         try:
             asked = msgspec.json.decode(raw, type=ModelFields)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            # a body that every handler refuses, with the reason
+            # Every handler refuses such a body, with the reason.
             return await handler_of(models.default)(request)
         is_ollama = request.scope["path"].startswith(OLLAMA)
         if is_ollama and not asked.model:
@@ -187,7 +187,9 @@ def _keep_alive(value: float | str) -> float:
 
 
 async def _unload(models: Models, slot: ModelSlot, path: str) -> JsonAnswer:
-    """The response to an empty request with keep_alive 0, with which clients unload a model."""
+    """Returns the response to an empty request with keep_alive 0, with which clients unload a
+    model.
+    """
     await models.unload(slot)
     return JsonAnswer(empty_answer(slot.name, "unload", is_chat=path.endswith("/chat")))
 
@@ -231,7 +233,7 @@ def _card_routes(front: ServerState, models: Models) -> list[ApiRoute]:
         return [card, *model_routes.cards_of_loras(slot.state, slot.plan.max_model_len)]
 
     def cards() -> list[model_routes.ModelCard]:
-        """The default model first."""
+        """Lists the default model first."""
         slots = sorted(models.slots.values(), key=lambda slot: slot is not models.default)
         return [card for slot in slots for card in cards_of(slot)]
 

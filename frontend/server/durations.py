@@ -14,7 +14,7 @@ FORMS = 'must be a duration such as "5m", "1h30m" or a number of seconds; -1: fo
 
 
 def parse_duration(value: float | str) -> float:
-    """Seconds; -1.0 for every negative duration. Raises ValueError with a sentence."""
+    """Returns seconds, and -1.0 for every negative duration. Raises ValueError with a sentence."""
     if isinstance(value, str):
         text = value.strip()
         sign, unsigned = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)

@@ -14,7 +14,7 @@ from itertools import pairwise
 from ...ipc.params import PoolingParams, SamplingParams
 from ..outputs import RequestMetrics
 
-# Upper bounds of the buckets, as vLLM has them.
+# These are the upper bounds of the buckets, as vLLM has them.
 # fmt: off
 TTFT_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -32,7 +32,7 @@ REQUEST_S = (
 HTTP_S = (0.1, 0.5, 1)
 COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)
 TOKENS = (*(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5)), 1_000_000)
-# name -> what it says, its buckets
+# Each name maps to what it says and its buckets.
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("Seconds from a request's arrival to its first token.", TTFT_S),
     "inter_token_latency_seconds": ("Seconds between consecutive tokens.", PER_TOKEN_S),
@@ -96,7 +96,7 @@ class Histogram:
         self.sum += sum(ordered)
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(bound, number of observations up to it), as Prometheus requires."""
+        """Returns (bound, number of observations up to it), as Prometheus requires."""
         total, buckets = 0, []
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             total += count
@@ -114,7 +114,7 @@ class Meters:
     """The meters of one server, with vLLM's names."""
 
     def __init__(self) -> None:
-        # with n > 1, the reason of the last completion
+        # With n > 1, the reason is that of the last completion.
         self.requests_by_reason: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.http_requests: Counter[tuple[str, str, int]] = Counter()  # by (method, route, status)
         self.http_durations: dict[tuple[str, str], Histogram] = {}  # by (method, route)
@@ -138,7 +138,7 @@ class Meters:
         self, method: str, route: str, status: int, duration_s: float, num_body_bytes: int
     ) -> None:
         """Counts an HTTP request that has been answered, or whose client has disconnected.
-        `num_body_bytes`: what it had sent.
+        `num_body_bytes` is what it had sent.
         """
         self.num_http_requests -= 1
         self.num_body_bytes -= num_body_bytes
@@ -154,11 +154,11 @@ class Meters:
         reason: str,
         queued_s: float = 0.0,
     ) -> None:
-        """`queued_s`: seconds in the server's queue, before the request's metrics began."""
+        """`queued_s` is the time in the server's queue, before the request's metrics began."""
         self.requests_by_reason[reason] += 1
         is_pooling = isinstance(params, PoolingParams)
         n, max_tokens = (1, None) if is_pooling else (params.n, params.max_tokens)
-        # with the time in the server's queue
+        # These times include the time in the server's queue.
         waited = {
             "time_to_first_token_seconds": metrics.time_to_first_token,
             "e2e_request_latency_seconds": metrics.e2e_latency,

@@ -7,8 +7,8 @@ Must not know: other models, memory beyond this model's plan, HTTP beyond the er
         ▲           │                     │            │
         └───────────┴─── failed           └────────────┴──▶ unloaded
 
-Only a slot without users leaves. What a slot holds of the memory is planned, not measured: its
-needs while it loads or is ready, the engine's process alone while it sleeps.
+Only a slot without users leaves. What a slot holds of the memory is planned, not measured. It is
+its needs while it loads or is ready, and the engine's process alone while it sleeps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Needs(msgspec.Struct, frozen=True):
 class ModelSlot:
     """How a model's engine is started, its engine if there is one, and its users.
 
-    `state`: what the routes of this model receive; its engine comes and goes.
+    `state` is what the routes of this model receive; its engine comes and goes.
     """
 
     def __init__(
@@ -80,13 +80,15 @@ class ModelSlot:
         self.is_removed = False  # its files are deleted; nobody uses it any more
         self.num_users = 0  # requests that use the engine or wait until it is ready
         self.last_used = 0.0  # time.monotonic()
-        # after the last use, as a request has asked for; negative: for ever; None: the server's
+        # A request may ask for this time after the last use. Negative means for ever; with None the
+        # server's applies.
         self.keep_alive_s: float | None = None
         self.idle = asyncio.Event()  # set while there are no users
         self.idle.set()
         self.coming: asyncio.Task[None] | None = None  # makes the engine ready
         self.leaving: asyncio.Task[None] | None = None  # ends the engine, or lets it sleep
-        # Set while another model waits for this one's memory: new users wait until it is resolved.
+        # Another model waits for this one's memory while it is set: new users wait until it is
+        # resolved.
         self.wanted: asyncio.Future[None] | None = None
         self.unloads_at: float | None = None  # seconds since 1970; None: not planned
         self._timers: list[asyncio.TimerHandle] = []
@@ -110,7 +112,7 @@ class ModelSlot:
         self.last_used = time.monotonic()
 
     def end_use(self, keep_alive_s: float | None = None) -> None:
-        """`keep_alive_s`: from now on the slot's, in place of the server's."""
+        """Ends one use. From now on `keep_alive_s` is the slot's, in place of the server's."""
         self.num_users -= 1
         self.last_used = time.monotonic()
         if keep_alive_s is not None:
@@ -128,7 +130,7 @@ class ModelSlot:
         return self.leave(unload=True) if not self.num_users and self.is_in_memory else None
 
     def remove(self) -> asyncio.Task[None] | None:
-        """Nobody uses the slot any more. Returns the task that ends its engine."""
+        """Makes the slot one that nobody uses. Returns the task that ends its engine."""
         self.is_removed = True
         self.clear_timers()
         return self.leave(unload=True) if self.is_in_memory else None
@@ -136,13 +138,13 @@ class ModelSlot:
     # ------------------------------------------------------------ coming
 
     def bring(self, come: Callable[[ModelSlot], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
-        """The task that makes the slot ready; all requests that wait for it share it."""
+        """Returns the task that makes the slot ready. All requests that wait for it share it."""
         if self.coming is None:
             context = contextvars.copy_context()
             context.run(name_model, self.name)  # the engine's process and its tasks log it
             loop = asyncio.get_running_loop()
             self.coming = loop.create_task(come(self), context=context)
-            # a failure that nobody waits for any more is not an error of the loop
+            # A failure that nobody waits for any more is not an error of the loop.
             self.coming.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self.coming
 
@@ -152,7 +154,7 @@ class ModelSlot:
             self.coming = None
 
     def take_memory(self) -> bool:
-        """From here on the slot holds its memory. Returns whether its engine is asleep."""
+        """Makes the slot hold its memory from here on. Returns whether its engine is asleep."""
         was_asleep, self.is_asleep, self.phase = self.is_asleep, False, "loading"
         return was_asleep
 
@@ -194,8 +196,8 @@ class ModelSlot:
         self.unloads_at = None
 
     def plan_departure(self, keep_alive_s: float, sleep_after_s: float | None) -> None:
-        """Called when the slot has become idle: sets the times at which it sleeps and ends. Both
-        arguments are the server's; `sleep_after_s` None: half of the other.
+        """Sets the times at which the slot sleeps and ends. It is called when the slot has become
+        idle. Both arguments are the server's; if `sleep_after_s` is None, it is half of the other.
         """
         self.clear_timers()
         keep_alive_s = keep_alive_s if self.keep_alive_s is None else self.keep_alive_s
@@ -269,7 +271,7 @@ class ModelSlot:
             self.leaving = None
 
     def note_death(self) -> None:
-        """An engine that died makes room, and is started on its next use."""
+        """Makes room after an engine has died. The engine is started on its next use."""
         engine = self.state.engine
         if self.is_in_memory and engine is not None and engine.errored:
             logger.error("%s: %s", self.name, engine.dead_error)
@@ -292,7 +294,7 @@ class ModelSlot:
             await asyncio.wait([coming])
 
     async def shutdown(self) -> None:
-        """Ends the engine; its requests receive an error."""
+        """Ends the engine. Its requests receive an error."""
         if self.leaving is not None:
             await asyncio.wait([self.leaving])
         if self.state.engine is not None:

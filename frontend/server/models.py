@@ -25,8 +25,8 @@ RETRY_S = 5.0  # Retry-After where memory may be free soon
 class Downloads:
     """How a model that a client pulls is downloaded and becomes a slot.
 
-    make_slot: gives the slot of a name on the hub whose files are there, planned as one of so many
-    models; it blocks, and raises QuireError. revision, download_dir: as in EngineArgs.
+    make_slot gives the slot of a name on the hub whose files are there, planned as one of so many
+    models. It blocks, and raises QuireError. revision and download_dir are as in EngineArgs.
     """
 
     make_slot: Callable[[str, int], ModelSlot]
@@ -37,12 +37,13 @@ class Downloads:
 class Models:
     """All slots of a server: those of the command line in their order, then the pulled ones.
 
-    default: the slot of requests that name no model. limit_bytes: memory for all engines;
-    is_measured: it was measured at start, so memory that others have taken since counts too.
-    keep_alive_s, sleep_after_s: idle times after which an engine ends and sleeps; negative: never.
-    wait_s: the longest wait of a request for its model. max_waiting: the most requests that may
-    wait so; further ones are refused. on_loaded: called after each load. downloads: None if clients
-    may not pull models. at_drain: called when the server begins to end.
+    default is the slot of requests that name no model. limit_bytes is the memory for all engines.
+    If is_measured, it was measured at start, so memory that others have taken since counts too.
+    keep_alive_s and sleep_after_s are the idle times after which an engine ends and sleeps;
+    negative means never. wait_s is the longest wait of a request for its model. max_waiting is the
+    most requests that may wait so; further ones are refused. on_loaded is called after each load.
+    downloads is None if clients may not pull models. at_drain is called when the server begins to
+    end.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class Models:
         return ApiError(404, message, code="model_not_found", param="model")
 
     def find(self, name: str | None) -> ModelSlot:
-        """The slot of a body's `model`; without a name the default. Raises ApiError 404 for an
-        unknown one, unless the default answers for such.
+        """Returns the slot of a body's `model`, or the default without a name. Raises ApiError 404
+        for an unknown one, unless the default answers for such.
         """
         if not name:
             return self.default
@@ -109,7 +110,7 @@ class Models:
         return slot
 
     def _of_lora(self, name: str) -> ModelSlot | None:
-        """The slot whose adapter has this name."""
+        """Returns the slot whose adapter has this name."""
         slots = self.slots.values()
         return next((slot for slot in slots if slot.state.loras.get(name) is not None), None)
 
@@ -161,7 +162,7 @@ class Models:
             raise
 
     def release(self, slot: ModelSlot, keep_alive_s: float | None = None) -> None:
-        """Ends one use. `keep_alive_s`: from now on the slot's, in place of the server's."""
+        """Ends one use. From now on `keep_alive_s` is the slot's, in place of the server's."""
         slot.end_use(keep_alive_s)
         self._plan_departure(slot)
 
@@ -205,7 +206,9 @@ class Models:
 
     @property
     def free_bytes(self) -> int:
-        """What is left of the limit; if it was measured, no more than is free now."""
+        """Returns what is left of the limit. If it was measured, the result is no more than is free
+        now.
+        """
         slots = self.slots.values()
         free = self.limit_bytes - sum(slot.held_bytes for slot in slots)
         if self._is_measured:
@@ -223,7 +226,7 @@ class Models:
             raise self._too_large(slot)
         while (missing := slot.needs.total_bytes - slot.held_bytes - self.free_bytes) > 0:
             others = [s for s in self.slots.values() if s is not slot and s.held_bytes]
-            # the users of a sleeping one wait behind this slot
+            # The users of a sleeping one wait behind this slot.
             idle = [s for s in others if s.num_users == 0 or s.phase == "sleeping"]
             idle = [s for s in idle if s.is_in_memory]
             if going := next((s.leaving for s in others if s.leaving is not None), None):
@@ -265,14 +268,14 @@ class Models:
         )
 
     def note_deaths(self) -> None:
-        """Called now and then."""
+        """Makes room where an engine has died. It is called now and then."""
         for slot in self.slots.values():
             slot.note_death()
 
     # ------------------------------------------------------------ the end
 
     async def drain(self) -> None:
-        """From here on nothing is loaded; those who wait are refused."""
+        """Loads nothing from here on, and refuses those who wait."""
         self.is_draining = True
         for notify in self.at_drain:
             notify()
@@ -280,7 +283,7 @@ class Models:
             await slot.drain()
 
     async def shutdown(self) -> None:
-        """Ends all engines; their requests receive an error."""
+        """Ends all engines. Their requests receive an error."""
         await self.drain()
         slots = [slot for slot in self.slots.values() if slot.phase != "unloaded"]
         await asyncio.gather(*(slot.shutdown() for slot in slots))

@@ -54,7 +54,7 @@ class Download:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self.done: asyncio.Future[ModelSlot] = self._loop.create_future()
-        # a failure after everybody has left is not an error of the loop
+        # A failure after everybody has left is not an error of the loop.
         self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
         self.thread = threading.Thread(target=self._run, name=f"pull {name}", daemon=True)
 
@@ -64,7 +64,9 @@ class Download:
         self._end(error or _Abandoned(f"the download of {self.name!r} was abandoned"))
 
     async def lines(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Ollama's lines about the progress, until the files are there. Raises what went wrong."""
+        """Yields Ollama's lines about the progress, until the files are there. Raises what went
+        wrong.
+        """
         sent: dict[str, int] = {}
         has_begun = False
         while True:
@@ -83,7 +85,7 @@ class Download:
         await asyncio.shield(self.done)
 
     def _progress(self, sent: dict[str, int]) -> list[dict[str, Any]]:
-        """The lines about what has changed since `sent`, which is brought up to date."""
+        """Yields the lines about what has changed since `sent`, which is brought up to date."""
         lines = []
         blobs = {blob.name: blob for blob in self.wanted.blobs} if self.wanted is not None else {}
         for name, num_bytes in self.parts.items():
@@ -154,7 +156,7 @@ class Pulls:
         self._models = models
         self._downloads: dict[str, Download] = {}
         self._threads: list[threading.Thread] = []  # of abandoned downloads, too
-        # the pulled models, and the tenants who asked for them
+        # The keys are the pulled models, and the values the tenants who asked for them.
         self._tenants: dict[str, set[str]] = {}
         models.at_drain.append(self._end_all)
 
@@ -243,7 +245,7 @@ class Pulls:
             await asyncio.to_thread(removal.run)
 
     def _check_removable(self, name: str, tenant: str) -> ModelSlot:
-        """The slot. Nothing is awaited between this check and the removal of the slot."""
+        """Returns the slot. Nothing is awaited between this check and the removal of the slot."""
         if name in self._downloads:
             raise ApiError(409, f"The model {name!r} is being downloaded.", code="model_in_use")
         slot = self._models.slots.get(name)
@@ -320,7 +322,7 @@ def _line(blob: HubBlob, num_bytes: int) -> dict[str, Any]:
 
 
 def _failed(name: str, error: BaseException) -> BaseException:
-    """What clients learn of a download that failed."""
+    """Returns what clients learn of a download that failed."""
     if isinstance(error, (_Abandoned, *ENDS)):
         return error
     if isinstance(error, DownloadError):
@@ -334,7 +336,7 @@ def _failed(name: str, error: BaseException) -> BaseException:
 
 
 def _not_served(name: str, error: BaseException) -> BaseException:
-    """What clients learn of a model whose files are there."""
+    """Returns what clients learn of a model whose files are there."""
     if not isinstance(error, QuireError):
         return error
     message = f"The model {name!r} was downloaded and cannot be served: {error}."
@@ -342,5 +344,5 @@ def _not_served(name: str, error: BaseException) -> BaseException:
 
 
 def _place(path: Path) -> Path:
-    """The absolute path of a file or link in the cache; a link itself is kept."""
+    """Returns the absolute path of a file or link in the cache. A link itself is kept."""
     return path.parent.resolve() / path.name

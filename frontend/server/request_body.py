@@ -18,7 +18,7 @@ from .http.bodies import Body, decode
 from .http.call import HttpCall, call_of
 from .http.errors import ApiError, invalid
 
-# times max_body_bytes: the limit for the bodies of all active requests together
+# The bodies of all active requests together may have this many times max_body_bytes.
 MAX_LARGE_BODIES = 16
 LARGE_BODY = 256 * 2**10  # bytes; decoded in a thread
 OVERLOADED_RETRY_S = 5.0
@@ -59,7 +59,8 @@ class Gunzip:
 
 
 def decoder(content_encoding: str, max_bytes: int) -> Gunzip | None:
-    """The decoder for the request's content encoding; None if the body is not compressed.
+    """Returns the decoder for the request's content encoding, or None if the body is not
+    compressed.
 
     Raises ApiError 415 for an encoding other than gzip.
     """
@@ -84,8 +85,8 @@ async def read_body(request: Request, config: ServerConfig, body_type: type[Body
 
     From here on, the handler's task is cancelled when the client disconnects.
 
-    Raises ApiError: 413 if the body is too large, 408 if it arrives too slowly, 400 with `param` if
-    its content is wrong.
+    Raises ApiError 413 if the body is too large, 408 if it arrives too slowly, and 400 with `param`
+    if its content is wrong.
     """
     call = call_of(request)
     if call.body is None:
@@ -178,7 +179,7 @@ def watch_disconnect(request: Request, call: HttpCall) -> None:
 def decode_body(
     raw: bytes | bytearray, body_type: type[Body], config: ServerConfig, call: HttpCall
 ) -> Body:
-    """Decodes JSON into a Struct; unknown fields are noted or rejected."""
+    """Decodes JSON into a Struct. Unknown fields are noted or rejected."""
     body, unknown = decode(raw, body_type, find_unknown=config.unknown_params != "allow")
     note_unknown(unknown, config, call)
     return body

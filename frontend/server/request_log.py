@@ -19,7 +19,7 @@ MAX_REQUESTS = 1024
 class FinishedRequest:
     """One entry.
 
-    `summary`: what the HTTP layer knows about it (model, finish_reason, ...), as returned by the
+    `summary` is what the HTTP layer knows about it (model, finish_reason, ...), as returned by the
     API.
     """
 
@@ -53,8 +53,8 @@ class RequestLog:
             del self._requests[next(iter(self._requests))]
 
     def get(self, request_id: str) -> FinishedRequest | None:
-        """Finds a request by the id in the response body, or by x-request-id; of several prompts in
-        one call, the last to finish.
+        """Finds a request by the id in the response body, or by x-request-id. Of several prompts in
+        one call, it finds the last to finish.
         """
         if request_id in self._requests:
             return self._requests[request_id]
@@ -65,5 +65,5 @@ class RequestLog:
         )
 
     def recent(self, limit: int) -> list[FinishedRequest]:
-        """The last `limit` requests, latest first."""
+        """Returns the last `limit` requests, latest first."""
         return list(islice(reversed(self._requests.values()), limit))

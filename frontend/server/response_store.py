@@ -15,15 +15,15 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 StoredItem = Any  # one of apis/responses_items.py, of which the store reads only the id
-# The limit of all stored responses, as JSON. A conversation counts in full for each of its
-# responses.
+# All stored responses together have at most this size, as JSON. A conversation counts in full for
+# each of its responses.
 MAX_BYTES = 256 * 2**20
 ITEM_BYTES = 512  # what an item takes besides its JSON
 
 
 @dataclass(slots=True)
 class Stored:
-    """`input_items`: the whole conversation before the response, earlier responses included.
+    """`input_items` are the whole conversation before the response, earlier responses included.
 
     Nobody changes the items: a conversation and its continuations share them.
     """
@@ -33,7 +33,7 @@ class Stored:
     output_items: list[StoredItem]
 
     def conversation(self) -> list[StoredItem]:
-        """The items that precede the next turn."""
+        """Returns the items that precede the next turn."""
         return [*self.input_items, *self.output_items]
 
 
@@ -50,7 +50,7 @@ class TenantResponses:
     def __init__(self) -> None:
         self.num_bytes = 0
         self._responses: OrderedDict[str, tuple[Stored, int]] = OrderedDict()
-        # The items with an id by the responses that contain them, the latest response last.
+        # Each id of an item has the responses that contain the item, the latest last.
         self._items: dict[str | None, dict[str, SizedItem]] = {}
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class TenantResponses:
         self.num_bytes += num_bytes
 
     def _size(self, item: StoredItem) -> int:
-        """The length of its JSON. An item of an earlier turn is not encoded again."""
+        """Returns the length of its JSON. An item of an earlier turn is not encoded again."""
         kept = self._latest(item.id)
         if kept is not None and kept.item is item:
             return kept.num_bytes
@@ -139,7 +139,7 @@ class ResponseStore:
             )
 
     def _evict(self, tenant: str, sizes: dict[str, int]) -> None:
-        """Evicts one response. `sizes`: how much of the exceeded limit each tenant uses."""
+        """Evicts one response. `sizes` tells how much of the exceeded limit each tenant uses."""
         own = sizes.get(tenant, 0)
         if own * len(sizes) < sum(sizes.values()):
             tenant = max(sizes, key=sizes.__getitem__)
@@ -161,8 +161,8 @@ class ResponseStore:
         return stored
 
     def find_item(self, tenant: str, item_id: str | None) -> StoredItem | None:
-        """The item with this id in the tenant's conversations, that of the latest response first:
-        clients refer to items by id.
+        """Returns the item with this id in the tenant's conversations. It looks in the latest
+        response first: clients refer to items by id.
         """
         shelf = self._shelves.get(tenant)
         return None if shelf is None else shelf.find_item(item_id)

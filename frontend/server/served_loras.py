@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class LoraModule(msgspec.Struct, frozen=True):
-    """An adapter of the command line. `base_model_name`: vLLM's, without effect."""
+    """An adapter of the command line. vLLM's `base_model_name` has no effect."""
 
     name: str
     path: str
@@ -30,7 +30,7 @@ class LoraModule(msgspec.Struct, frozen=True):
 
 
 class ServedLoras:
-    """`by_name`: what each name stands for. It stays when the engine is replaced or ended: the
+    """`by_name` tells what each name stands for. It stays when the engine is replaced or ended: the
     engine reads an adapter when a request uses it.
     """
 
@@ -74,7 +74,7 @@ class ServedLoras:
             await engine.remove_lora(known.lora_int_id)
 
     async def unload(self, engine: AsyncLLM, name: str, lora_int_id: int | None = None) -> None:
-        """Forgets an adapter; its requests finish. Raises ApiError 404 if there is none."""
+        """Forgets an adapter. Its requests finish. Raises ApiError 404 if there is none."""
         known = self.by_name.get(name)
         if known is None or lora_int_id not in (None, known.lora_int_id):
             param = "lora_name" if known is None else "lora_int_id"
@@ -85,8 +85,8 @@ class ServedLoras:
 
 
 def make_request(name: str, path: str, *, load_inplace: bool = False) -> LoRARequest:
-    """The id follows from name and path, so that servers of one daemon do not contradict each
-    other, and an adapter keeps it when a server starts again.
+    """Makes the request for an adapter. Its id follows from name and path, so that servers of one
+    daemon do not contradict each other, and an adapter keeps it when a server starts again.
     """
     request = placed(LoRARequest(name, 1, path, load_inplace))
     digest = blake2b(f"{name}\0{request.lora_path}".encode(), digest_size=6).digest()
@@ -94,7 +94,7 @@ def make_request(name: str, path: str, *, load_inplace: bool = False) -> LoRAReq
 
 
 def parse_modules(modules: Sequence[str]) -> list[LoraModule]:
-    """name=path, or vLLM's JSON object. Raises InvalidParameterError."""
+    """Parses name=path, or vLLM's JSON object. Raises InvalidParameterError."""
     found = []
     for text in modules:
         try:

@@ -27,7 +27,7 @@ from .state import ServerState
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """A model of the command line. `name`: what requests call it."""
+    """A model of the command line. `name` is what requests call it."""
 
     name: str
     args: EngineArgs
@@ -39,13 +39,13 @@ def make_models(
     on_loaded: Callable[[], None] = lambda: None,
     common: Mapping[str, Any] = {},
 ) -> Models:
-    """Reads the configuration of each model, downloading it if needed. `common`: the engine
+    """Reads the configuration of each model, downloading it if needed. `common` has the engine
     settings of models that clients pull.
 
     Raises ModelLoadError and InvalidParameterError, as an engine would.
     """
     limit_bytes = _memory_limit(config.memory_limit)
-    # shared, since a conversation may change its model
+    # The store is shared, since a conversation may change its model.
     responses = ResponseStore(config.max_stored_responses)
 
     def slot_of(model: ServedModel, num_models: int) -> ModelSlot:
@@ -87,7 +87,7 @@ def make_slot(
     num_models: int,
     responses: ResponseStore,
 ) -> ModelSlot:
-    """The slot of one of `num_models`."""
+    """Makes the slot of one of `num_models`."""
     plan = plan_beside(model.args, limit_bytes, num_models)
     args = sized(model, plan)
     engine_config = resolve(args)
@@ -99,7 +99,7 @@ def make_slot(
 
 
 def _has_template(config: ModelConfig) -> bool:
-    """Whether the files of the model, which need not be loaded, have a chat template."""
+    """Tells whether the files of the model, which need not be loaded, have a chat template."""
     if config.skip_tokenizer_init:
         return False
     templates = stored_chat_templates(config.tokenizer or config.model)
@@ -107,7 +107,7 @@ def _has_template(config: ModelConfig) -> bool:
 
 
 def plan_beside(args: EngineArgs, limit_bytes: int, num_models: int) -> Plan:
-    """The plan of one of `num_models`: a KV cache as in an equal share of the memory, but room for
+    """Plans one of `num_models`: it has a KV cache as in an equal share of the memory, but room for
     at least one sequence of max_model_len.
     """
     plan = make_plan(args, limit_bytes // num_models)
@@ -117,7 +117,8 @@ def plan_beside(args: EngineArgs, limit_bytes: int, num_models: int) -> Plan:
 
 
 def sized(model: ServedModel, plan: Plan) -> EngineArgs:
-    """The arguments with the planned KV cache: an engine must not measure the memory of others.
+    """Returns the arguments with the planned KV cache: an engine must not measure the memory of
+    others.
 
     A text encoder has no cache, and its number of blocks does not depend on the memory.
     """

@@ -61,7 +61,7 @@ def serve(
     config = msgspec.structs.replace(config, max_connections=allowed_connections(config))
     listener = open_port(config)
     socket_file = None if config.uds is None else SocketFile(Path(config.uds))
-    # start and end are logged here
+    # This module logs the start and the end.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     if isinstance(args, list):
         state, loading = ServerState(config, ""), ", ".join(model.name for model in args)
@@ -203,7 +203,7 @@ def allowed_connections(config: ServerConfig) -> int:
 class EngineServer(AcceptingServer):
     """uvicorn with the lifecycle of the engine.
 
-    `failure`: why there is no engine, or no longer.
+    `failure` says why there is no engine, or no longer one.
     """
 
     def __init__(
@@ -214,8 +214,8 @@ class EngineServer(AcceptingServer):
             uvicorn.Config(
                 make_app(state, models),
                 loop="uvloop",
-                # cast: uvicorn calls `http` and accepts any number of seconds; its annotations are
-                # narrower
+                # The cast is needed: uvicorn calls `http` and accepts any number of seconds, but
+                # its annotations are narrower.
                 http=cast(
                     Any,
                     functools.partial(
@@ -268,7 +268,9 @@ class EngineServer(AcceptingServer):
             state.begin_drain(is_draining=is_draining)
 
     def _on_hangup(self) -> None:
-        """SIGHUP: reads the key file again. It never ends the server, also without a file."""
+        """Reads the key file again on SIGHUP. The signal never ends the server, also without a
+        file.
+        """
         if self.state.server_config.api_key_file is None:
             logger.warning("SIGHUP has no effect: there is no file of keys (--api-key-file)")
             return
@@ -299,7 +301,7 @@ class EngineServer(AcceptingServer):
             self.failure = engine.dead_error
 
     async def _end_engine(self) -> None:
-        """Shuts the engine down; its requests receive an error."""
+        """Shuts the engine down. Its requests receive an error."""
         self._has_ended_engine = True
         if self.models is not None:
             await self.models.shutdown()
@@ -316,9 +318,9 @@ class EngineServer(AcceptingServer):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Waits for active requests while the port still answers: 503 for new work, and for load
-        balancers that poll /health/ready. Then uvicorn shuts down: no new connections, and open
-        ones are closed after their input has been read.
+        """Waits for active requests while the port still answers with 503 for new work, and for
+        load balancers that poll /health/ready. Then uvicorn shuts down: it accepts no new
+        connections, and closes open ones after their input has been read.
         """
         self._set_draining(self.failure is None)  # else its state says what is wrong
         if self.models is not None:
@@ -348,7 +350,7 @@ class EngineServer(AcceptingServer):
 
     async def _load_first(self) -> None:
         if self.models is not None:
-            # its failure is logged, and the next request tries again
+            # A failure is logged, and the next request tries again.
             with contextlib.suppress(ApiError):
                 await self.models.acquire(self.models.default)
                 self.models.release(self.models.default)
@@ -358,7 +360,7 @@ class EngineServer(AcceptingServer):
         try:
             engine = await AsyncLLM.start(self._args, self._engine, self.state.loading.report)
             await self.state.loras.load_modules(engine, self.state.server_config.lora_modules)
-            # rejects templates and parsers that this model does not have
+            # The call rejects templates and parsers that this model does not have.
             await self.state.adopt_engine(engine)
         except ENDS:
             raise

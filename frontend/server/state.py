@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 MAX_NAMED = 20  # adapters in an error
 SHUTDOWN_RETRY_S = 5.0  # until a replacement is ready
 
-# The start and end of each loading stage as fractions of the total, measured on small and large
-# models; accurate enough for an estimate.
+# These are the start and end of each loading stage as fractions of the total, measured on small and
+# large models. They are accurate enough for an estimate.
 STAGES = {
     "start": (0.0, 0.02),
     "import": (0.02, 0.2),
@@ -72,7 +72,7 @@ class LoadProgress:
 
     @property
     def remaining_s(self) -> float | None:
-        """Estimated seconds; None while there is no basis for an estimate."""
+        """Returns the estimated seconds, or None while there is no basis for an estimate."""
         elapsed_s = time.monotonic() - self.began
         return elapsed_s * (1 - self.fraction) / self.fraction if self.fraction >= 0.05 else None
 
@@ -81,8 +81,8 @@ class ServerState:
     """The state of the server. `engine` is None while it loads; `is_draining` is set by SIGTERM and
     never reset.
 
-    `is_on_demand`: a request starts the engine, which may end when it is idle (model_slot.py).
-    `responses`: the store that this state shares with the server's other models.
+    If `is_on_demand`, a request starts the engine, which may end when it is idle (model_slot.py).
+    `responses` is the store that this state shares with the server's other models.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ServerState:
         responses: ResponseStore | None = None,
     ):
         self.server_config = server_config
-        # as the user named it; the engine's own name once it is loaded
+        # The name is the user's at first, and the engine's own once it is loaded.
         self.model_name = model_name
         self.loading = LoadProgress()
         self.is_draining = False
@@ -106,7 +106,7 @@ class ServerState:
         self.engine: AsyncLLM | None = None
         self.request_log = RequestLog()
         self.chat_template = read_template(server_config.chat_template)
-        # until the engine is set; unknown names are refused before a model is loaded
+        # This format holds until the engine is set. Unknown names are refused before a model loads.
         parsers = server_config.tool_call_parser, server_config.reasoning_parser
         self.answer_format: AnswerFormat = detect(None, *parsers)
         self.template_text = ""  # the Jinja source of the chat template, "" if the model has none
@@ -125,7 +125,7 @@ class ServerState:
             self.set_engine(engine)
 
     async def adopt_engine(self, engine: AsyncLLM) -> None:
-        """`set_engine`, after the template was compiled and tried out beside the event loop."""
+        """Calls `set_engine` after compiling and trying out the template beside the event loop."""
         if text := self._find_template(engine):
             await asyncio.to_thread(template_traits, text)
         elif engine.tokenizer is not None and engine.config.model_config.runner != "pooling":
@@ -133,7 +133,7 @@ class ServerState:
         self.set_engine(engine)
 
     def set_engine(self, engine: AsyncLLM) -> None:
-        """Called when the engine has loaded."""
+        """Sets the engine. It is called when the engine has loaded."""
         self.model_name = engine.config.model_config.served_model_name or self.model_name
         self.system_fingerprint = fingerprint(engine)
         self.template_text = self._find_template(engine)
@@ -155,7 +155,7 @@ class ServerState:
         self.engine = engine
 
     def begin_loading(self) -> LoadProgress:
-        """The progress of an engine that is started on demand."""
+        """Returns the progress of an engine that is started on demand."""
         self.loading, self._is_loading = LoadProgress(), True
         return self.loading
 
@@ -163,7 +163,7 @@ class ServerState:
         self._is_loading = False
 
     def begin_drain(self, *, is_draining: bool = True) -> None:
-        """Called when the server ends. `is_draining` is false if it ends because its engine has
+        """Begins the end of the server. `is_draining` stays false if it ends because its engine has
         failed: requests then receive that as the reason.
         """
         self.is_draining = is_draining
@@ -171,15 +171,15 @@ class ServerState:
             self.engine.client.begin_drain()
 
     def clear_engine(self) -> None:
-        """Called when an engine on demand has ended. No request uses it any more."""
+        """Clears an engine on demand that has ended. No request uses it any more."""
         self.engine = self.admission = None
 
     def now(self) -> float:
-        """Seconds since 1970, by a clock that nobody sets."""
+        """Returns seconds since 1970, by a clock that nobody sets."""
         return self.started + time.monotonic() - self.began
 
     def _find_template(self, engine: AsyncLLM) -> str:
-        """The template that will be rendered."""
+        """Finds the template that will be rendered."""
         named = self.chat_template
         if engine.tokenizer is None:
             return ""
@@ -206,13 +206,13 @@ class ServerState:
         return self.engine
 
     def ready_admission(self) -> Admission:
-        """The queue in front of the engine. Call only after `ready_engine`."""
+        """Returns the queue in front of the engine. Call it only after `ready_engine`."""
         assert self.admission is not None
         return self.admission
 
     def explain(self, error: BaseException, request: str, request_id: str) -> ApiError:
-        """Like from_exception, but an engine that stops during the server's shutdown is reported as
-        the shutdown. An internal error is logged, since the answer refers to the log.
+        """Does the same as from_exception, but reports an engine that stops during the server's
+        shutdown as the shutdown. An internal error is logged, since the answer refers to the log.
         """
         if self.is_draining and isinstance(error, EngineDeadError):
             return shutting_down()
@@ -224,7 +224,7 @@ class ServerState:
         return refusal
 
     def not_loaded(self) -> ApiError:
-        """Why the first load has not given an engine."""
+        """Tells why the first load has not given an engine."""
         loading = self.loading
         if loading.error is not None:
             message = "The model could not be loaded; the server's log has the cause."
@@ -246,13 +246,13 @@ class ServerState:
 
     @property
     def model_names(self) -> list[str]:
-        """The name of the model and its aliases."""
+        """Returns the name of the model and its aliases."""
         aliases = self.server_config.model_aliases
         return [self.model_name, *(name for name in aliases if name != self.model_name)]
 
     def check_model(self, name: str | None) -> str:
-        """The served name for the `model` of a body, which may be an adapter's. Raises ApiError 404
-        for an unknown model, unless the server's own answers for such.
+        """Returns the served name for the `model` of a body, which may be an adapter's. Raises
+        ApiError 404 for an unknown model, unless the server's own answers for such.
         """
         if name in (None, "", self.model_name):
             return self.model_name
@@ -265,13 +265,15 @@ class ServerState:
         raise ApiError(404, message, code="model_not_found", param="model")
 
     def select_model(self, name: str | None, call: HttpCall) -> str:
-        """As check_model, for a call that generates: its requests use the named adapter."""
+        """Does the same as check_model, for a call that generates: its requests use the named
+        adapter.
+        """
         found = self.check_model(name)
         call.lora_request = self.loras.get(found)
         return found
 
     def check_base(self, name: str | None) -> str:
-        """As check_model, for a call for which adapters are not supported."""
+        """Does the same as check_model, for a call for which adapters are not supported."""
         found = self.check_model(name)
         if self.loras.get(found) is not None:
             raise unsupported(
@@ -297,8 +299,8 @@ class ServerState:
         error_event: Callable[[ApiError], bytes] = openai_error_event,
         **options: Any,
     ) -> EventStream:
-        """The response that streams `events` with this server's timeouts; by default in OpenAI's
-        format. `options`: `comment` and `media_type` of the stream.
+        """Returns the response that streams `events` with this server's timeouts, by default in
+        OpenAI's format. `options` are `comment` and `media_type` of the stream.
         """
         config = self.server_config
 
@@ -321,8 +323,8 @@ def shutting_down() -> ApiError:
 
 
 def read_template(wanted: str | None) -> str | None:
-    """The text of a template file. The name of one of the model's templates, and a template's own
-    text, are returned unchanged.
+    """Returns the text of a template file. The name of one of the model's templates, and a
+    template's own text, are returned unchanged.
     """
     if wanted is None:
         return None
@@ -335,8 +337,8 @@ def read_template(wanted: str | None) -> str | None:
 
 
 def fingerprint(engine: AsyncLLM) -> str:
-    """Changes when anything changes that may affect the output: the model, its settings, the
-    engine's version.
+    """Returns a text that changes when anything changes that may affect the output: the model, its
+    settings, the engine's version.
     """
     config = engine.config
     parts = (config.model_config, config.load_config, config.device_config, __version__)

@@ -22,7 +22,7 @@ from .request_log import FinishedRequest
 
 
 def summary_of(request: FinishedRequest) -> dict[str, Any]:
-    """One request as an entry of a list."""
+    """Returns one request as an entry of a list."""
     metrics = request.metrics
     return {
         "id": request.request_id,
@@ -39,7 +39,7 @@ def summary_of(request: FinishedRequest) -> dict[str, Any]:
 
 
 def time_line(request: FinishedRequest) -> dict[str, Any]:
-    """The summary, the times of the phases, and all events in order."""
+    """Returns the summary, the times of the phases, and all events in order."""
     metrics = request.metrics
     phases = {
         "queued_s": metrics.queued_time,
@@ -54,7 +54,7 @@ def time_line(request: FinishedRequest) -> dict[str, Any]:
 
 
 def events(metrics: RequestMetrics) -> list[Event]:
-    """The engine's events of the request; empty if the engine rejected it."""
+    """Returns the engine's events of the request. The list is empty if the engine rejected it."""
     if not metrics.queued_ts:
         return []
     end = metrics.last_token_ts
@@ -88,20 +88,20 @@ def events(metrics: RequestMetrics) -> list[Event]:
 def _event(
     name: str, zero_ts: float, begin_ts: float, end_ts: float | None = None, **more: int
 ) -> Event:
-    """A moment or, with `end_ts`, a span."""
+    """Returns a moment or, with `end_ts`, a span."""
     end = {} if end_ts is None else {"end_s": end_ts - zero_ts}
     return {"name": name, "begin_s": begin_ts - zero_ts, **end, **more}
 
 
-# Rows of the trace, top to bottom. Chunks and steps have rows of their own, since the events of a
-# trace row must be nested.
+# These are the rows of the trace, top to bottom. Chunks and steps have rows of their own, since the
+# events of a trace row must be nested.
 ROWS = {1: "request", 2: "prefill chunks", 3: "decode steps"}
 PID = 1
 ROW_OF = {"prefill_chunk": 2, "decode_step": 3}  # of other events: 1
 
 
 def chrome_trace(request: FinishedRequest) -> dict[str, Any]:
-    """The timeline in the Trace Event Format (JSON) for Perfetto and chrome://tracing.
+    """Returns the timeline in the Trace Event Format (JSON) for Perfetto and chrome://tracing.
 
     Times are microseconds.
     """

@@ -52,7 +52,7 @@ class BlockAnswer:
         return JsonAnswer(self._whole(last))
 
     def _keep_alive(self) -> bytes:
-        """What a silent stream sends."""
+        """Returns what a silent stream sends."""
         return self.comment
 
     def _take(self, delta: ChoiceDelta) -> list[BlockEvent]:
@@ -61,13 +61,13 @@ class BlockAnswer:
         return events if delta.finish_reason is None else events + self._blocks.close()
 
     def _write(self, delta: ChoiceDelta) -> bytes:
-        """The piece of a stream."""
+        """Returns the piece of a stream."""
         raise NotImplementedError
 
     def _whole(self, last: ChoiceDelta) -> dict[str, Any]:
-        """The whole response, after the last delta."""
+        """Returns the whole response, after the last delta."""
         raise NotImplementedError
 
     def _error_event(self, error: ApiError) -> bytes:
-        """The last piece of a stream that fails."""
+        """Returns the last piece of a stream that fails."""
         raise NotImplementedError

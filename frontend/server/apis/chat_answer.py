@@ -139,7 +139,7 @@ class ChatAnswer(OpenAIAnswer):
         return choice
 
     def _add_tokens(self, choice: ChatChoice | ChunkChoice, delta: ChoiceDelta) -> None:
-        """The log-probabilities and ids of new tokens, if they are requested."""
+        """Adds the log-probabilities and ids of new tokens, if they are requested."""
         if delta.logprobs is not None and self._body.logprobs:
             choice.logprobs = ChatLogprobs(
                 self._writer.chat(delta.logprobs, self._body.top_logprobs or 0)
@@ -158,8 +158,8 @@ class ChatAnswer(OpenAIAnswer):
         return ChunkChoice(index=index, delta={"content": text})
 
     def _choices(self, delta: ChoiceDelta) -> list[ChunkChoice]:
-        """One choice per part, and one for the end. Log-probabilities and token ids are added to
-        the first part, or sent in an empty one if there is no part yet.
+        """Yields one choice per part, and one for the end. Log-probabilities and token ids are
+        added to the first part, or sent in an empty one if there is no part yet.
         """
         choices = [
             ChunkChoice(index=delta.index, delta=_delta(part))

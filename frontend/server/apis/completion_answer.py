@@ -66,7 +66,7 @@ class CompletionAnswer(OpenAIAnswer):
         super().__init__(state, call, body, model, run)
         self._gives_tokens = gives_tokens
         self._n = body.n or 1
-        # by the index of the choice: where its next token begins in its text
+        # The key is the index of the choice, and the value where its next token begins in its text.
         self._offsets: dict[int, int] = {}
 
     def _choice(self, delta: ChoiceDelta) -> CompletionChoice:
@@ -93,12 +93,12 @@ class CompletionAnswer(OpenAIAnswer):
         return super()._usage()
 
     def _silent(self, prompt_index: int) -> list[FinishedChoice]:
-        """The n choices of a prompt after which no token is wanted."""
+        """Returns the n choices of a prompt after which no token is wanted."""
         first = prompt_index * self._n
         return [FinishedChoice(first + i, finish_reason="length") for i in range(self._n)]
 
     def _echo(self, prompt_index: int, index: int) -> CompletionChoice:
-        """The prompt as the beginning of a choice."""
+        """Returns the prompt as the beginning of a choice."""
         output, text = self._run.outputs[prompt_index], self._run.jobs[prompt_index].text
         if text is None or self._body.truncate_prompt_tokens is not None:
             tokenizer = self._run.tokenizer
@@ -132,8 +132,8 @@ class CompletionAnswer(OpenAIAnswer):
         return choices
 
     def _chosen(self, prompt_index: int, messages: list[FinishedChoice]) -> list[FinishedChoice]:
-        """The n choices of a prompt to return: the best generated ones, by mean log-probability per
-        token.
+        """Returns the n choices of a prompt to return: the best generated ones, by mean
+        log-probability per token.
         """
         if not self._gives_tokens:
             return self._silent(prompt_index)
@@ -149,7 +149,9 @@ class CompletionAnswer(OpenAIAnswer):
     # ------------------------------------------------------------ streamed
 
     def _beginning(self, index: int) -> bytes:
-        """The echoed prompt and its token ids, sent once for all choices of a prompt."""
+        """Returns the echoed prompt and its token ids, which are sent once for all choices of a
+        prompt.
+        """
         prompt_index = index // self._run.params.n
         first, chunks = prompt_index * self._n, []
         is_wanted = self._body.echo or self._body.return_token_ids

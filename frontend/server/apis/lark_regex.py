@@ -12,7 +12,7 @@ import ast
 import re
 from collections.abc import Callable
 
-# Terminals of Lark's library `common` that grammars of tools import.
+# Grammars of tools import these terminals of Lark's library `common`.
 COMMON = {
     "LF": r"\n",
     "CR": r"\r",
@@ -48,7 +48,8 @@ TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-# Characters of a grammar and of its expression, in which rules are written out where they are used.
+# A grammar has at most so many characters, and so has its expression, in which rules are written
+# out where they are used.
 MAX_LENGTH = 100_000
 Token = tuple[str, str]  # kind, text
 
@@ -58,7 +59,7 @@ class LarkError(ValueError):
 
 
 def lark_regex(grammar: str) -> str:
-    """An expression for the texts of the rule `start`. Raises LarkError."""
+    """Returns an expression for the texts of the rule `start`. Raises LarkError."""
     rules = _rules(grammar)
     done: dict[str, str] = {}
 
@@ -98,7 +99,7 @@ def _tokens(grammar: str) -> list[Token]:
 
 
 def _rules(grammar: str) -> dict[str, list[Token]]:
-    """The tokens of every rule, by its name. A line that begins with | continues the rule."""
+    """Returns the tokens of each rule by its name. A line that begins with | continues the rule."""
     rules: dict[str, list[Token]] = {}
     tokens, rule = _tokens(grammar), None
     for i, (kind, text) in enumerate(tokens):
@@ -122,7 +123,7 @@ def _imported(directive: str) -> dict[str, list[Token]]:
 
 
 class _RuleReader:
-    """Reads the tokens of one rule; `expression` gives those of the rules that it uses."""
+    """Reads the tokens of one rule. `expression` gives those of the rules that it uses."""
 
     def __init__(self, tokens: list[Token], expression: Callable[[str], str]):
         self._tokens = tokens

@@ -50,7 +50,7 @@ class MessagesAnswer(BlockAnswer):
         return self._head | {"content": content} | _stop(last) | {"usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
-        """In this API, cached tokens do not count as input tokens."""
+        """Returns the usage. In this API, cached tokens do not count as input tokens."""
         usage = self._run.usage
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -79,12 +79,12 @@ class MessagesAnswer(BlockAnswer):
 
 
 def typed_event(kind: str, **fields: Any) -> bytes:
-    """An event whose type is its name."""
+    """Encodes an event whose type is its name."""
     return named_event(kind, {"type": kind, **fields})
 
 
 def _stop(end: ChoiceDelta) -> dict[str, Any]:
-    """The stop reason. A stop sequence is distinguished from the model's own end."""
+    """Returns the stop reason. A stop sequence is distinguished from the model's own end."""
     if end.finish_reason == "stop" and isinstance(end.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
     assert end.finish_reason is not None
@@ -92,7 +92,7 @@ def _stop(end: ChoiceDelta) -> dict[str, Any]:
 
 
 def _content(block: AnswerBlock) -> dict[str, Any]:
-    """A content block of a whole response."""
+    """Returns a content block of a whole response."""
     if block.kind == TEXT:
         return {"type": "text", "text": block.text}
     if block.kind == REASONING:
@@ -110,7 +110,7 @@ def _tool_use(block: AnswerBlock) -> dict[str, Any]:
 
 
 def _signature(block: AnswerBlock) -> str:
-    """Clients send the signature back, and some require one.
+    """Returns a signature, which clients send back, and which some require.
 
     It is never checked: reasoning is accepted as sent.
     """

@@ -22,7 +22,7 @@ from ..turns.chat_turn import ChatTurn, thinking_variables
 from ..turns.response_format import json_options
 from ..turns.sampling import sampling_params
 
-# Internal parameter names -> the names in this API, for errors.
+# The keys are internal parameter names, and the values the names in this API, for errors.
 NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
@@ -39,7 +39,7 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
     cache_control: dict[str, Any] | None = None
 
 
-# The fields that describe a tool to the model -> their names in OpenAI's form.
+# These fields describe a tool to the model; the values are their names in OpenAI's form.
 FUNCTION_KEYS = {
     "name": "name",
     "description": "description",
@@ -178,7 +178,7 @@ def _variables(state: ServerState, call: HttpCall, body: PromptBody) -> dict[str
 
 
 def _tools(body: PromptBody) -> tuple[list[dict[str, Any]] | None, Any]:
-    """The tools in OpenAI's form, which chat templates expect, and the tool choice."""
+    """Returns the tools in OpenAI's form, which chat templates expect, and the tool choice."""
     tools = [_tool(tool, i) for i, tool in enumerate(body.tools or [])]
     names: set[str] = set()
     for i, tool in enumerate(tools):
@@ -207,7 +207,7 @@ def _tools(body: PromptBody) -> tuple[list[dict[str, Any]] | None, Any]:
 
 
 def _tool(sent: dict[str, Any], i: int) -> dict[str, Any]:
-    """Keeps the order of the client's keys, since a template writes them."""
+    """Converts a tool. It keeps the order of the client's keys, since a template writes them."""
     tool = checked(sent, AnthropicTool, f"tools[{i}]")
     if tool.type not in (None, "custom"):
         message = (
@@ -301,8 +301,8 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
 def plain_messages(
     system: str | list[SystemBlock] | None, said: list[AnthropicMessage]
 ) -> list[dict[str, Any]]:
-    """Messages for chat templates: a tool result becomes a message; reasoning and calls belong to
-    the message that contains them.
+    """Returns messages for chat templates. A tool result becomes a message, and reasoning and calls
+    belong to the message that contains them.
 
     Consecutive messages of the same role are merged, as in Anthropic's API; many templates reject
     them.
@@ -341,7 +341,7 @@ def plain_messages(
 
 
 def _without_billing(system: list[SystemBlock]) -> list[SystemBlock]:
-    """`system` without a first block that Claude Code writes for Anthropic's billing.
+    """Returns `system` without a first block that Claude Code writes for Anthropic's billing.
 
     Its value changes between requests, and stands before all else: nothing after it would be found
     in the prefix cache. A model has no use for it.
@@ -351,7 +351,7 @@ def _without_billing(system: list[SystemBlock]) -> list[SystemBlock]:
 
 
 def _last(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
-    """The message to append to: the last one if it has this role, else a new one."""
+    """Returns the message to append to: the last one if it has this role, else a new one."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role, "content": []})
     return messages[-1]
@@ -404,7 +404,7 @@ def _result_text(block: ToolResultBlock, where: str) -> str:
             raise no_media(f"{where}.content[{k}]", part)
         texts.append(part.text)
     text = "\n".join(texts)
-    # templates have no field for errors
+    # Templates have no field for errors.
     return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
 
 

@@ -25,8 +25,8 @@ NDJSON = b"application/x-ndjson"
 class OllamaAnswer(BlockAnswer):
     """The response to one checked body, whole or streamed, in the format of chat or of generate."""
 
-    # Keeps a silent stream alive: JSON allows whitespace before a value, while an empty line would
-    # be invalid JSON to a client that reads line by line.
+    # Spaces keep a silent stream alive: JSON allows whitespace before a value, while an empty line
+    # would be invalid JSON to a client that reads line by line.
     comment = b" "
     media_type = NDJSON
 
@@ -70,15 +70,17 @@ class OllamaAnswer(BlockAnswer):
         return _object(self._model, content, is_chat=self._is_chat, **more) | {"done": False}
 
     def _logprobs(self) -> dict[str, Any]:
-        """The log-probabilities of the unsent tokens, in the format of OpenAI's chat API, which
-        Ollama uses too.
+        """Returns the log-probabilities of the unsent tokens, in the format of OpenAI's chat API,
+        which Ollama uses too.
         """
         positions, self._unsent = self._unsent, []
         num_top = self._run.params.logprobs or 0
         return {"logprobs": self._writer.chat(positions, num_top)} if positions else {}
 
     def _end(self, finish_reason: str | None) -> dict[str, Any]:
-        """Durations are in nanoseconds. load_duration is 0: the model is already loaded."""
+        """Returns the last fields. Durations are in nanoseconds. load_duration is 0: the model is
+        already loaded.
+        """
         usage, metrics = self._run.usage, self._run.metrics
         return {
             "done": True,
@@ -105,7 +107,7 @@ def _object(model: str, content: str, *, is_chat: bool, **more: Any) -> dict[str
 
 
 def empty_answer(model: str, reason: str, *, is_chat: bool) -> dict[str, Any]:
-    """The answer to a request without a prompt, which loads or unloads the model."""
+    """Returns the answer to a request without a prompt, which loads or unloads the model."""
     return _object(model, "", is_chat=is_chat) | {"done": True, "done_reason": reason}
 
 
@@ -118,7 +120,7 @@ def _text(blocks: list[AnswerBlock], kind: str) -> str:
 
 
 def _call(block: AnswerBlock) -> dict[str, Any] | None:
-    """None if the block is not a call."""
+    """Returns None if the block is not a call."""
     if block.kind != CALL:
         return None
     return {
@@ -136,5 +138,5 @@ def now() -> str:
 
 
 def time_text(moment: float) -> str:
-    """`moment`: seconds since 1970."""
+    """`moment` is in seconds since 1970."""
     return datetime.fromtimestamp(moment, UTC).isoformat().replace("+00:00", "Z")

@@ -26,9 +26,9 @@ from ..turns.response_format import json_options
 from ..turns.sampling import MAX_LOGPROBS, Number, sampling_params
 from ..turns.tokenizing import tokenize_all
 
-# how Ollama's clients write that a model is from the hub
+# Ollama's clients write this address before the name of a model from the hub.
 HUB_ADDRESS = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/")
-# options that are SamplingParams' under the same name
+# SamplingParams have these options under the same names.
 SAME = ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty")
 CHAT_NAMES = {
     "prompt": "messages",
@@ -166,7 +166,7 @@ def check_body(state: ServerState, call: HttpCall, body: OllamaBody) -> str:
         )
     context = body.options and body.options.num_ctx
     if context is not None and context > state.max_model_len:
-        # clients send one number for all models; a prompt that does not fit is refused by its size
+        # Clients send one number for all models. A prompt that does not fit is refused by its size.
         call.ignored_params.append("options.num_ctx")
     return body.model
 
@@ -306,7 +306,7 @@ async def prepare_generate(
 async def _prepare_raw(
     state: ServerState, call: HttpCall, prompt: str, params: SamplingParams, request_id: str
 ) -> AnswerRun:
-    """Without a template: the prompt and the output are used unmodified."""
+    """Uses the prompt and the output unmodified, without a template."""
     [token_ids] = await tokenize_all(
         state, call, [prompt], param=GENERATE_NAMES["prompt"], must_fit=True
     )
@@ -316,8 +316,8 @@ async def _prepare_raw(
 
 
 def plain_name(name: str, known: Container[str] = ()) -> str:
-    """The name of a model without what Ollama's clients add: a tag `latest`, and the address of the
-    hub. One of `known` keeps its address.
+    """Returns the name of a model without what Ollama's clients add: a tag `latest`, and the
+    address of the hub. One of `known` keeps its address.
     """
     name = name.removesuffix(":latest")
     return name if name in known else HUB_ADDRESS.sub("", name)

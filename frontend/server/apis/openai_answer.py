@@ -48,7 +48,7 @@ class OpenAIAnswer:
         options = body.stream_options
         self._wants_usage = bool(options and options.include_usage)
         self._counts_always = self._wants_usage and bool(options.continuous_usage_stats)
-        # whether a chunk of new text has nothing but that text
+        # A chunk of new text has nothing but that text if this is true.
         self._is_plain = (
             run.params.logprobs is None and not body.return_token_ids and not self._counts_always
         )
@@ -60,15 +60,15 @@ class OpenAIAnswer:
         return self._run.usage.counts()
 
     def _beginning(self, index: int) -> bytes:
-        """The chunks before a choice's first token."""
+        """Returns the chunks before a choice's first token."""
         raise NotImplementedError
 
     def _choices(self, delta: ChoiceDelta) -> list[Any]:
-        """What is sent of a choice's new output, one chunk each."""
+        """Returns what is sent of a choice's new output, one chunk each."""
         raise NotImplementedError
 
     def _text_choice(self, index: int, text: str) -> Any:
-        """What is sent of a choice of which only text is new."""
+        """Returns what is sent of a choice of which only text is new."""
         raise NotImplementedError
 
     # ------------------------------------------------------------ whole
@@ -131,7 +131,7 @@ class OpenAIAnswer:
         )
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
-        """A chunk of plain text is its text between two constants."""
+        """Returns the two constants between which a chunk of plain text has its text."""
         chunk = self._chunk_of([self._text_choice(index, "")])
         before, after = around(chunk, ("choices", 0, *self.text_path))
         return b"data: " + before, after + b"\n\n"

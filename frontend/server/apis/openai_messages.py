@@ -98,7 +98,7 @@ OpenAIMessage = (
 
 
 def plain_messages(messages: list[OpenAIMessage], call: HttpCall) -> list[dict[str, Any]]:
-    """The messages for ChatTurn, as dicts with text contents and without absent fields.
+    """Returns the messages for ChatTurn, as dicts with text contents and without absent fields.
 
     Raises ApiError with the path of the invalid field.
     """

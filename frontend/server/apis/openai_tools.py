@@ -83,7 +83,7 @@ def checked_tools(
 
 
 def _function(sent: SentTool, where: str) -> dict[str, Any]:
-    """Keeps the order of the client's keys, since a template writes them."""
+    """Converts a function. It keeps the client's order of keys, since a template writes them."""
     tool = checked(sent, Tool, where)
     if tool.type != "function":
         raise unsupported(

@@ -109,7 +109,7 @@ def usage_of(outputs: Iterable[PoolingRequestOutput]) -> PoolingUsage:
 
 
 def values(data: np.ndarray, encoding: str | None) -> Any:
-    """f4 [...] as JSON, or as base64 of its little-endian bytes."""
+    """Returns f4 [...] as JSON, or as base64 of its little-endian bytes."""
     if encoding == "base64":
         return b64encode(data.tobytes()).decode()
     return msgspec.Raw(encode(data.tolist()))
@@ -118,8 +118,8 @@ def values(data: np.ndarray, encoding: str | None) -> Any:
 async def json_rows(
     outputs: Sequence[PoolingRequestOutput], make: Any, encoding: str | None = None
 ) -> JsonAnswer:
-    """The response `make(rows)`, where a row is what JSON has of an output's numbers. A large one
-    is made in a thread, which lets the event loop run between rows.
+    """Returns the response `make(rows)`, where a row is what JSON has of an output's numbers. A
+    large one is made in a thread, which lets the event loop run between rows.
     """
     num_numbers = sum(output.outputs.data.size for output in outputs)
 
@@ -144,7 +144,7 @@ def listed(
 def ranked(
     scores: Sequence[float], documents: Sequence[str], top_n: int | None, with_documents: bool
 ) -> list[Ranked]:
-    """The best first; documents with equal scores stay in their order."""
+    """Orders the best first. Documents with equal scores stay in their order."""
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     return [
         Ranked(

@@ -31,8 +31,8 @@ CALL_PREFIXES = {"function": "fc", "custom": "ctc"}
 
 
 def new_response_id() -> str:
-    """A random id. It does not derive from the request id, which the client may choose: a stored
-    response must not be overwritten.
+    """Returns a random id. It does not derive from the request id, which the client may choose: a
+    stored response must not be overwritten.
     """
     return f"resp_{secrets.token_hex(24)}"
 
@@ -70,7 +70,7 @@ class ResponsesAnswer(BlockAnswer):
         events = self._blocks.feed(delta.parts)
         if delta.finish_reason is not None:
             if not self._blocks.blocks:
-                # clients expect a message, even an empty one
+                # Clients expect a message, even an empty one.
                 events += self._blocks.begin(TEXT)
             events += self._blocks.close()
         if self._run.params.logprobs is not None:
@@ -82,7 +82,7 @@ class ResponsesAnswer(BlockAnswer):
         return events
 
     def _take_logprobs(self, delta: ChoiceDelta, events: list[BlockEvent]) -> None:
-        """In this API only text has log-probabilities.
+        """Takes the log-probabilities of new tokens. In this API only text has log-probabilities.
 
         Tokens without text, such as an end of sequence, are added to the text before them.
         """
@@ -105,7 +105,7 @@ class ResponsesAnswer(BlockAnswer):
             self._unsent = []
 
     def _whole(self, last: ChoiceDelta) -> dict[str, Any]:
-        """The final response object."""
+        """Returns the final response object."""
         output = [
             self._item(block, status)
             for block, status in zip(self._blocks.blocks, self._statuses, strict=True)
@@ -165,8 +165,8 @@ class ResponsesAnswer(BlockAnswer):
         return named_event(kind, {"type": kind, "sequence_number": number, **fields})
 
     def _keep_alive(self) -> bytes:
-        """An event, as in OpenAI's API: a client that waits for events does not count comments. Its
-        clients require another event as the first.
+        """Returns an event, as in OpenAI's API: a client that waits for events does not count
+        comments. Clients of this API require another event as the first.
         """
         return self._event("keepalive") if self._num_events else self.comment
 
@@ -235,7 +235,7 @@ class ResponsesAnswer(BlockAnswer):
         )
 
     def _call_done(self, block: AnswerBlock, place: dict[str, Any]) -> bytes:
-        """A custom tool's text is sent at once: it arrived as JSON."""
+        """Ends a call. A custom tool's text is sent at once: it arrived as JSON."""
         origin = self._origin(block)
         if origin.type != "custom":
             return self._event(
@@ -252,7 +252,7 @@ class ResponsesAnswer(BlockAnswer):
         return {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}
 
     def _error_event(self, error: ApiError) -> bytes:
-        """The last event of a stream that fails."""
+        """Returns the last event of a stream that fails."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         output = [self._item(block, "incomplete") for block in self._blocks.blocks]
         response = self._head | {
@@ -264,7 +264,9 @@ class ResponsesAnswer(BlockAnswer):
 
 
 async def without_generation(head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-    """The events of a response without any output, of which `whole_without_generation` is last."""
+    """Yields the events of a response without any output, of which `whole_without_generation` is
+    last.
+    """
     whole = whole_without_generation(head)
     for number, (kind, response) in enumerate((("created", head), ("completed", whole))):
         kind = f"response.{kind}"
@@ -282,7 +284,7 @@ def whole_without_generation(head: dict[str, Any]) -> dict[str, Any]:
 def compacted(
     request_id: str, items: list[Item], summary: str, usage: TokenUsage
 ) -> dict[str, Any]:
-    """OpenAI's compaction of a conversation, which the client sends in its place. Earlier
+    """Returns OpenAI's compaction of a conversation, which the client sends in its place. Earlier
     summaries are part of the new one.
     """
     said = [item for item in items if item.type == "message" and item.role == "user"]
@@ -313,7 +315,7 @@ def _usage_object(usage: TokenUsage) -> dict[str, Any]:
 def head_of(
     body: ResponsesBody, model: str, request_id: str, params: SamplingParams
 ) -> dict[str, Any]:
-    """The initial response object: the request's parameters as the server applies them."""
+    """Returns the initial response object: the request's parameters as the server applies them."""
     text = body.text
     return {
         "id": request_id,

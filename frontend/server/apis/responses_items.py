@@ -23,12 +23,12 @@ ID_PREFIXES = {
     "reasoning": "rs",
     "compaction": "cmp",
 }
-# The limit of `input` (http/bodies.py) for a conversation with its stored items, by `num_parts`: to
-# read them takes time on the event loop.
+# A conversation with its stored items has the limit of `input` (http/bodies.py), by `num_parts`:
+# reading them takes time on the event loop.
 MAX_CONVERSATION = 50_000
 
 
-# Before the text of a summary that this server wrote; another server's are encrypted.
+# A summary that this server wrote begins with this mark. Another server's are encrypted.
 SUMMARY_MARK = "quire-summary:"
 
 
@@ -65,7 +65,7 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def num_parts(item: Item) -> int:
-    """1 for the item, and 1 for each of its parts."""
+    """Counts 1 for the item, and 1 for each of its parts."""
     parts = (item.content, item.output, item.summary)
     return 1 + sum(len(part) for part in parts if isinstance(part, list))
 
@@ -80,7 +80,7 @@ def too_long(param: str) -> ApiError:
 
 
 def items_of(input: str | list[Item] | None) -> list[Item]:
-    """The new items, each with an id."""
+    """Returns the new items, each with an id."""
     if input is None:
         raise missing("input")
     items = [Item(role="user", content=input)] if isinstance(input, str) else input
@@ -103,8 +103,8 @@ def messages_of(
     num_earlier: int = 0,
     earlier: str = "previous_response_id",
 ) -> list[dict[str, Any]]:
-    """Messages for chat templates: reasoning and calls are merged into the adjacent assistant
-    message.
+    """Returns messages for chat templates. Reasoning and calls are merged into the adjacent
+    assistant message.
 
     The first `num_earlier` items do not come from the body's `input` but from what its field
     `earlier` refers to.

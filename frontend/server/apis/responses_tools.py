@@ -92,7 +92,7 @@ class CheckedTools:
 
 
 def called_name(name: str, namespace: str | None) -> str:
-    """The name under which the model knows a tool."""
+    """Returns the name under which the model knows a tool."""
     return name if not namespace else namespace.removesuffix(SEPARATOR) + SEPARATOR + name
 
 
@@ -124,7 +124,7 @@ def checked_tools(
         raise invalid("tool_choice", "'tool_choice' can be required only with 'tools'.")
     else:
         found.choice = choice or "auto"
-    # a template writes about tools even for an empty list
+    # A template writes about tools even for an empty list.
     has_only_ignored = bool(tools) and not found.origins
     found.functions = None if tools is None or has_only_ignored else list(functions.values())
     return found
@@ -133,7 +133,9 @@ def checked_tools(
 def _flattened(
     tools: list[SentResponsesTool], ignored: list[str]
 ) -> Iterator[tuple[str, dict[str, Any], str | None]]:
-    """The path of each tool that the client runs, the tool as it was sent, and its namespace."""
+    """Yields the path of each tool that the client runs, the tool as it was sent, and its
+    namespace.
+    """
     for i, sent in enumerate(tools):
         tool = checked(sent, ResponsesTool, f"tools[{i}]")
         if tool.type == "namespace":
@@ -154,8 +156,8 @@ def _flattened(
 def _function(
     sent: dict[str, Any], tool: NamespacedTool, name: str, where: str, ignored: list[str]
 ) -> dict[str, Any]:
-    """Keeps the order of the client's keys, since a template writes them. `sent` is the tool as it
-    was sent, `name` what the model calls.
+    """Converts a function. It keeps the order of the client's keys, since a template writes them.
+    `sent` is the tool as it was sent, and `name` is what the model calls.
     """
     parameters, is_strict = tool.parameters or {"type": "object"}, bool(tool.strict)
     if tool.type == "custom":
@@ -170,7 +172,7 @@ def _function(
 def _custom_parameters(
     format: CustomFormat | None, where: str, ignored: list[str]
 ) -> tuple[dict[str, Any], bool]:
-    """The schema of a custom tool's function, and whether calls are constrained to it."""
+    """Returns the schema of a custom tool's function, and whether calls are constrained to it."""
     text: dict[str, Any] = {"type": "string"}
     if format is not None and format.type == "grammar":
         if format.definition is None:
@@ -202,7 +204,7 @@ def _custom_parameters(
 
 
 def _chosen(choice: ResponsesToolChoice, origins: dict[str, ToolOrigin]) -> tuple[set[str], Any]:
-    """The functions that the model may call, and the choice among them."""
+    """Returns the functions that the model may call, and the choice among them."""
     if choice.type in ("function", "custom"):
         if not (names := _called(choice.name, origins)):
             raise invalid(
@@ -227,20 +229,20 @@ def _chosen(choice: ResponsesToolChoice, origins: dict[str, ToolOrigin]) -> tupl
 
 
 def _called(name: str | None, origins: dict[str, ToolOrigin]) -> list[str]:
-    """The names under which the model knows the tool `name`, with or without its namespace."""
+    """Returns the model's names for the tool `name`, which may come without its namespace."""
     return [key for key, origin in origins.items() if name in (key, origin.name)]
 
 
 def shown_tool(sent: SentResponsesTool) -> dict[str, Any]:
-    """A tool of the body, which `checked_tools` accepted, in a response."""
+    """Returns a tool of the body, which `checked_tools` accepted, as a response shows it."""
     tool = msgspec.convert(sent, ResponsesTool)
     shown = msgspec.to_builtins(tool)
     return shown | {"strict": bool(tool.strict)} if tool.type == "function" else shown
 
 
 def custom_input(arguments: str) -> str:
-    """The free text of a custom tool's call. A call that does not follow the schema, or was cut, is
-    returned as the model wrote it.
+    """Returns the free text of a custom tool's call. A call that does not follow the schema, or was
+    cut, is returned as the model wrote it.
     """
     try:
         found = msgspec.json.decode(arguments)

@@ -23,7 +23,7 @@ from ..turns.sampling import MAX_LOGPROBS, Probability, sampling_params
 from .responses_items import Item, messages_of
 from .responses_tools import CheckedTools, ResponsesToolChoice, SentResponsesTool
 
-# Internal parameter names -> the names in this API, for errors.
+# The keys are internal parameter names, and the values the names in this API, for errors.
 NAMES = {
     "prompt": "input",
     "max_tokens": "max_output_tokens",
@@ -32,8 +32,8 @@ NAMES = {
     "structured_outputs.json": "text.format.schema",
 }
 LOGPROBS = "message.output_text.logprobs"
-# Allowed values of `include`. Reasoning is returned in plain text, so it needs no encryption; the
-# others concern tools that this server does not have.
+# `include` may have these values. Reasoning is returned in plain text, so it needs no encryption;
+# the others concern tools that this server does not have.
 INCLUDABLE = (
     LOGPROBS,
     "reasoning.encrypted_content",
@@ -45,7 +45,7 @@ INCLUDABLE = (
     "computer_call_output.output.image_url",
 )
 MAX_METADATA = 16
-# fields that are SamplingParams' under the same name
+# SamplingParams have these fields under the same names.
 SAME = ("temperature", "top_p", "top_k", "min_p", "seed")
 IGNORED = (
     "user",
@@ -87,7 +87,7 @@ class ConversationRef(msgspec.Struct, kw_only=True):
 class ResponsesBody(msgspec.Struct, kw_only=True):
     """POST /v1/responses. None: the field was not sent."""
 
-    # elsewhere `prompt` is text or token ids; here it is an object
+    # Elsewhere `prompt` is text or token ids. Here it is an object.
     field_limits: ClassVar[dict[str, FieldLimit]] = {"prompt": FieldLimit()}
 
     model: str | None = None
@@ -120,7 +120,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     # rejected
     background: bool | None = None
     prompt: dict[str, Any] | None = None
-    # with which Codex tries a server out: false asks for no answer
+    # Codex tries a server out with it: false asks for no answer.
     generate: bool | None = None
     # extensions of other servers
     top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
@@ -132,7 +132,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 
     @property
     def conversation_id(self) -> str:
-        """Of a body with a conversation."""
+        """Returns the id of the conversation of a body that has one."""
         ref = self.conversation
         return ref.id if isinstance(ref, ConversationRef) else ref or ""
 
@@ -175,7 +175,7 @@ def turn_of(
     items: list[Item],
     num_earlier: int,
 ) -> ChatTurn:
-    """`items`: the whole conversation; the first `num_earlier` come from earlier turns.
+    """`items` are the whole conversation. The first `num_earlier` come from earlier turns.
 
     Raises ApiError, or InvalidParameterError with internal parameter names.
     """
@@ -219,7 +219,7 @@ def params_of(state: ServerState, body: ResponsesBody) -> SamplingParams:
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         structured_outputs=_structured_outputs(body.text and body.text.format),
-        # which token belongs to which item is known only while they arrive
+        # Only while tokens arrive is it known which token belongs to which item.
         streams=body.stream or wants_logprobs,
     )
 

@@ -34,7 +34,7 @@ class AcceptingServer(uvicorn.Server):
         self._most_connections = most_connections(limits.max_connections)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """`sockets`: listening, one or more."""
+        """`sockets` are one or more that listen."""
         await self.lifespan.startup()
         make_protocol = functools.partial(
             self.config.http_protocol_class,
@@ -56,7 +56,7 @@ class AcceptingServer(uvicorn.Server):
 
 
 class Acceptor:
-    """Accepts from `listener` until it is closed. `connections`: those that are open; beyond
+    """Accepts from `listener` until it is closed. `connections` are those that are open. Beyond
     `most`, a new one is closed at once. Without a descriptor, connections wait in the system.
     """
 
@@ -113,8 +113,8 @@ class Acceptor:
             task.add_done_callback(self._connecting.discard)
 
     async def _connect(self, connection: socket.socket) -> None:
-        """Is not cancelled, except during a handshake: uvloop would make the connection all the
-        same and never end it, and the server would wait for it.
+        """Makes the connection. It is not cancelled, except during a handshake: uvloop would make
+        the connection all the same and never end it, and the server would wait for it.
         """
         try:
             _, protocol = await self._loop.connect_accepted_socket(
@@ -128,7 +128,7 @@ class Acceptor:
                 protocol.shutdown()
 
     def _pause(self, error: OSError) -> None:
-        """Else the event loop would try again at each turn."""
+        """Pauses. Without that, the event loop would try again at each turn."""
         self._loop.remove_reader(self._listener.fileno())
         self._retry = self._loop.call_later(RETRY_S, self._resume)
         if time.monotonic() - self._last_logged >= LOG_INTERVAL_S:

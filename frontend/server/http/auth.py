@@ -35,7 +35,7 @@ class ApiKeys:
         self.read()
 
     def read(self) -> None:
-        """Reads the key file; may be called again. If reading fails, the keys stay as they are."""
+        """Reads the key file. May be called again. If reading fails, the keys stay as they are."""
         keys = dict.fromkeys(self._config.api_key, 1.0) | _read_keys(self._config.api_key_file)
         self._digests = [_digest(key.encode()) for key in keys]
         self._weights = dict(zip(map(_tenant, self._digests), keys.values(), strict=True))
@@ -45,11 +45,11 @@ class ApiKeys:
         return bool(self._digests)
 
     def weight(self, tenant: str) -> float:
-        """The tenant's part of the engine, relative to others'."""
+        """Returns the tenant's part of the engine, relative to others'."""
         return self._weights.get(tenant, 1.0)
 
     def check(self, scope: Any) -> str:
-        """Returns the tenant of the request; "" if no keys are configured.
+        """Returns the tenant of the request, or "" if no keys are configured.
 
         Raises ApiError 401. Compares every key in constant time.
         """
@@ -71,7 +71,7 @@ class ApiKeys:
 
 
 def _presented(headers: list[tuple[bytes, bytes]]) -> bytes | None:
-    """The key from OpenAI's header, or from Anthropic's."""
+    """Returns the key from OpenAI's header, or from Anthropic's."""
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             return value[7:].strip()
@@ -81,7 +81,7 @@ def _presented(headers: list[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def _digest(key: bytes) -> bytes:
-    """Maps keys of any length to digests of one length; keys themselves are not kept in memory."""
+    """Maps keys of any length to digests of one length: the keys are not kept in memory."""
     return blake2b(key, digest_size=32).digest()
 
 
@@ -90,7 +90,7 @@ def _tenant(digest: bytes) -> str:
 
 
 def _read_keys(path: str | None) -> dict[str, float]:
-    """The keys with their weights: each line is KEY, or KEY weight=NUMBER."""
+    """Reads the keys with their weights. Each line is KEY, or KEY weight=NUMBER."""
     if path is None:
         return {}
     try:

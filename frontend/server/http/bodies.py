@@ -33,7 +33,7 @@ class FieldLimit(NamedTuple):
     max_bytes: int | None = 2**20  # size of its JSON; None: limited only by the size of the body
 
 
-# By the name of a top-level field of any body; other fields have FieldLimit(). A body's own
+# The keys are top-level fields of any body. Other fields have FieldLimit(). A body's own
 # `field_limits` come first.
 LIMITS = {
     "messages": FieldLimit(50_000, None),
@@ -45,9 +45,9 @@ LIMITS = {
     "prompt": FieldLimit(1_000_000, None),
     "tokens": FieldLimit(1_000_000, None),
     "allowed_token_ids": FieldLimit(500_000, 8 * 2**20),
-    # each of them is tokenized twice
+    # Each of them is tokenized twice.
     "bad_words": FieldLimit(1_024, SMALL_BODY),
-    # each of them is searched for in every piece of text
+    # Each of them is searched for in every piece of text.
     "stop": FieldLimit(1_024, SMALL_BODY),
     "stop_sequences": FieldLimit(1_024, SMALL_BODY),
 }
@@ -89,8 +89,8 @@ def _check(name: str, text: bytes, limit: FieldLimit) -> None:
 
 
 def exceeds(text: bytes, max_values: int) -> bool:
-    """Whether a JSON text has more than the given number of list elements and object members. An
-    empty list or object counts as one.
+    """Tells whether a JSON text has more than the given number of list elements and object members.
+    An empty list or object counts as one.
 
     The cost per value is no more than that per character.
     """
@@ -98,7 +98,7 @@ def exceeds(text: bytes, max_values: int) -> bool:
         return False
     if b'"' not in text:
         return True
-    # without escapes, each quote begins or ends a string
+    # Without escapes, each quote begins or ends a string.
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     if plain.count(b'"') > 4 * max_values:  # a member has at most two strings
         return True
@@ -106,13 +106,15 @@ def exceeds(text: bytes, max_values: int) -> bool:
 
 
 def _num_marks(text: bytes | bytearray) -> int:
-    """An upper bound of the number of values; strings that contain such characters increase it."""
+    """Returns an upper bound of the number of values. Strings that contain such characters increase
+    it.
+    """
     return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
 @lru_cache(maxsize=256)
 def _unread(body_type: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """The same fields, each as undecoded JSON."""
+    """Returns the same fields, each as undecoded JSON."""
     names = [field.encode_name for field in msgspec.structs.fields(body_type)]
     raw = msgspec.Raw | msgspec.UnsetType
     return msgspec.defstruct("Unread", [(name, raw, msgspec.UNSET) for name in names])
@@ -120,7 +122,7 @@ def _unread(body_type: type[msgspec.Struct]) -> type[msgspec.Struct]:
 
 # ---------------------------------------------------------------- decoding
 
-# The end of msgspec's error messages: the location. "[...]" is a value of an object whose keys are
+# An error message of msgspec ends with the location. "[...]" is a value of an object whose keys are
 # arbitrary.
 PLACE = re.compile(r" - at (?P<key>`key[^`]*` in )?`\$\.?(?P<path>[^`]*)`$")
 KINDS = {"str": "string"}  # types whose names in msgspec and in JSON differ
@@ -130,7 +132,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 def decode(
     raw: bytes | bytearray, body_type: type[Body], *, find_unknown: bool = True
 ) -> tuple[Body, list[str]]:
-    """Returns the body and the names of its unknown fields; names of nested fields include their
+    """Returns the body and the names of its unknown fields. Names of nested fields include their
     path.
 
     Raises ApiError 400, also for fields that exceed their limits.
@@ -164,7 +166,7 @@ def sent_as(kind: type[msgspec.Struct]) -> Meta:
 
 
 def known_fields(value: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The fields that `kind` has and that are not null, in the client's order."""
+    """Returns the fields that `kind` has and that are not null, in the client's order."""
     names = kind.__struct_fields__
     return {name: v for name, v in value.items() if v is not None and name in names}
 
@@ -199,7 +201,7 @@ def bad_field(problem: str) -> ApiError:
 
 
 def _code(sentence: str) -> str:
-    """OpenAI's error code for a message of msgspec."""
+    """Returns OpenAI's error code for a message of msgspec."""
     if sentence.startswith("Invalid"):
         return "invalid_value"
     bound = re.match(r"Expected '(\w+)' (of length )?([<>])", sentence)
@@ -251,7 +253,7 @@ class Shape:
 
 
 def _unknown_fields(raw: bytes | bytearray, body_type: type[msgspec.Struct]) -> list[str]:
-    """The paths of unknown fields, sorted. Visits only values whose type has fields."""
+    """Returns the paths of unknown fields, sorted. Visits only values whose type has fields."""
     fields, unknown = fields_of(body_type), []
     for name, raw_value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
         if name not in fields:
@@ -269,7 +271,7 @@ def fields_of(body_type: type[msgspec.Struct]) -> dict[str, Shape | None]:
 
 
 def _shape(info: inspect.Type) -> Shape | None:
-    """None for a type that cannot hold fields."""
+    """Returns None for a type that cannot hold fields."""
     if isinstance(info, inspect.StructType):
         return Shape({field.encode_name: _shape(field.type) for field in info.fields})
     if isinstance(info, inspect.Metadata):
@@ -284,8 +286,8 @@ def _shape(info: inspect.Type) -> Shape | None:
 
 
 def _union_shape(info: inspect.UnionType) -> Shape | None:
-    """The shape of a union. msgspec can distinguish at most one list, and one Struct or several
-    with tags, so all of them fit into one Shape.
+    """Returns the shape of a union. msgspec can distinguish at most one list, and one Struct or
+    several with tags, so all of them fit into one Shape.
     """
     shape = Shape()
     for member in info.types:

@@ -20,7 +20,7 @@ from ....ipc.params import MAX_TIMEOUT_S
 from .errors import invalid
 
 MAX_NAMES = 20  # maximum number of field names in one header
-# The x-request-id values accepted from a client: printable ASCII without spaces.
+# A client's x-request-id must be printable ASCII without spaces to be accepted.
 USERS_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -37,28 +37,28 @@ class HttpCall:
     deadline: float | None = None  # from x-timeout-s, by time.monotonic()
     lora_request: LoRARequest | None = None  # the adapter that `model` names
     unknown_params: list[str] = field(default_factory=list)  # unknown fields of the body
-    # Fields that the API defines and that have no effect here.
+    # The API defines these fields, and they have no effect here.
     ignored_params: list[str] = field(default_factory=list)
     num_body_bytes: int = 0  # bytes received so far
     body: bytearray | None = None  # received before the handler was chosen
     is_disconnected: bool = False
-    # Done when the client has disconnected, where the server provides it (protocol.py).
+    # Where the server provides it (protocol.py), the future is done when the client has left.
     disconnected: asyncio.Future[None] | None = None
     watcher: asyncio.Task | None = None  # where the server does not
     # The server's ASGI callable. Once a response has started, no middleware modifies what is sent.
     send: Any = None
     chunk_writer: Any = None  # ChunkWriter of protocol.py, where the server provides one
-    # By the event loop's clock: when the last piece of a stream was sent; during a send, when it
-    # began.
+    # By the event loop's clock, this is when the last piece of a stream was sent or, during a send,
+    # when it began.
     last_sent: float = 0.0
 
     @property
     def suffix(self) -> str:
-        """Suffix of ids in the response: chatcmpl-<suffix>."""
+        """Returns the suffix of ids in the response: chatcmpl-<suffix>."""
         return self.request_id.removeprefix("req-")
 
     def headers(self, now: float) -> list[tuple[bytes, bytes]]:
-        """Headers added to every response. `now`: by the event loop's clock."""
+        """Returns the headers added to every response. `now` is by the event loop's clock."""
         headers = [
             (b"x-request-id", self.request_id.encode()),
             (b"openai-processing-ms", b"%d" % round(1000 * (now - self.began))),
@@ -88,7 +88,7 @@ class HttpCall:
         if writer is None or not writer.is_ready():
             return False
         if piece := write_down(item):
-            # The event loop's clock; looking up the running loop would cost a system call.
+            # The event loop has this clock. Looking up the running loop would cost a system call.
             self.last_sent = time.monotonic()
             writer.write(piece)
         return True
@@ -99,7 +99,7 @@ def call_of(request: Request) -> HttpCall:
 
 
 def read_deadline(headers: list[tuple[bytes, bytes]]) -> float | None:
-    """The end of the time that the client gives in x-timeout-s, by time.monotonic(). Raises
+    """Returns the end of the time that the client gives in x-timeout-s, by time.monotonic(). Raises
     ApiError 400 for a value that is no time.
     """
     for name, value in headers:

@@ -27,7 +27,7 @@ from .errors import ApiError
 
 LOCAL_SUFFIXES = (".localhost", ".internal")  # .internal: host.docker.internal
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-# The content types that a page can send to another origin without a preflight request.
+# A page can send these content types to another origin without a preflight request.
 PLAIN_TYPES = frozenset({b"text/plain", b"multipart/form-data"})
 FORM_TYPE = b"application/x-www-form-urlencoded"
 
@@ -35,7 +35,7 @@ FORM_TYPE = b"application/x-www-form-urlencoded"
 class CrossSite:
     """Checks the headers of requests.
 
-    `has_keys`: keys protect the server, so only the host is checked, and only if hosts were
+    With `has_keys`, keys protect the server, so only the host is checked, and only if hosts were
     configured. Patterns of `allowed_hosts` are names, "*.example.com", or "*".
     """
 
@@ -66,8 +66,8 @@ class CrossSite:
             _check_type(headers)
 
     def _find_host(self, host: bytes) -> bool:
-        """The pattern that matches the host. An IP address is always accepted: DNS rebinding needs
-        a name.
+        """Returns the pattern that matches the host. An IP address is always accepted: DNS
+        rebinding needs a name.
         """
         name = _host_name(host.decode("latin-1"))
         if name is None:
@@ -113,13 +113,13 @@ def _check_type(headers: dict[bytes, bytes]) -> None:
 
 
 def normal_origin(origin: str) -> str:
-    """The origin in the form that a browser sends."""
+    """Returns the origin in the form that a browser sends."""
     return origin.rstrip("/")
 
 
 @lru_cache(1024)
 def is_loopback(host: str) -> bool:
-    """Whether the address belongs to this machine and is reachable only from it."""
+    """Tells whether the address belongs to this machine and is reachable only from it."""
     address = _address(host)
     if address is None:
         return False
@@ -135,7 +135,7 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _host_name(host: str) -> str | None:
-    """The Host header without its port, in lower case; None for an invalid host."""
+    """Returns the Host header without its port, in lower case, and None for an invalid host."""
     try:
         name = urlsplit(f"//{host}").hostname
     except ValueError:

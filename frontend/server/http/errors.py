@@ -44,7 +44,7 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable",
 }
-# codes whose type differs from TYPES
+# The type of these codes differs from TYPES.
 ANTHROPIC_TYPES = {
     413: "request_too_large",
     408: "timeout_error",
@@ -95,8 +95,8 @@ class OllamaError(msgspec.Struct):
 class ApiError(Exception):
     """An error that any part of a handler may raise; app.py converts it to a response.
 
-    `param`: the field of the body, with its path. `cause`: what only the log says of a
-    server error.
+    `param` is the field of the body, with its path. `cause` is what only the log says of a server
+    error.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class ApiError(Exception):
         self.cause = cause
 
     def renamed(self, param: str) -> ApiError:
-        """The same error under another name of its parameter."""
+        """Returns the same error under another name of its parameter."""
         message = self.message.replace(f"'{self.param}'", f"'{param}'")
         return ApiError(
             self.status,
@@ -144,7 +144,7 @@ class ApiError(Exception):
         return msgspec.json.encode(self.in_format(path))
 
     def in_format(self, path: str = "") -> Error | AnthropicError | OllamaError:
-        """The body in the format of the API that `path` belongs to; by default OpenAI's."""
+        """Returns the body in the format of the API that `path` belongs to, by default OpenAI's."""
         if path.startswith("/v1/messages"):
             kind = ANTHROPIC_TYPES.get(self.status, self.type)
             return AnthropicError("error", AnthropicErrorDetail(kind, self.message))
@@ -154,7 +154,7 @@ class ApiError(Exception):
 
 
 def invalid(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:
-    """A 400 about one parameter."""
+    """Makes a 400 about one parameter."""
     return ApiError(400, message, code=code, param=param)
 
 
@@ -163,14 +163,14 @@ def missing(param: str) -> ApiError:
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """A 400 for a feature that the API defines and this server does not support."""
+    """Makes a 400 for a feature that the API defines and this server does not support."""
     return invalid(param, message, "unsupported_value")
 
 
 def context_length_exceeded(
     param: str, max_model_len: int, num_prompt_tokens: int, max_tokens: int | None = None
 ) -> ApiError:
-    """`max_tokens`: the requested number of tokens, if it is what exceeds the context length."""
+    """`max_tokens` is the requested number of tokens, if it is what exceeds the context length."""
     if max_tokens is None:
         problem = f"your {param} resulted in {num_prompt_tokens} tokens"
         return too_long(param, max_model_len, f"{problem}, which leaves none for an answer")
@@ -182,8 +182,8 @@ def context_length_exceeded(
 
 
 def too_long(param: str, max_model_len: int, problem: str, remedy: str = "") -> ApiError:
-    """An error with OpenAI's wording, which clients search for. `remedy`: what to make shorter, by
-    default `param`.
+    """Makes an error with OpenAI's wording, which clients search for. `remedy` says what to make
+    shorter, by default `param`.
     """
     message = (
         f"This model's maximum context length is {max_model_len} tokens. However, {problem}. "
@@ -197,7 +197,7 @@ def not_found(what: str) -> ApiError:
 
 
 def from_exception(error: BaseException) -> ApiError:
-    """The error that a client receives for `error`.
+    """Returns the error that a client receives for `error`.
 
     No internal detail is sent: an unexpected exception becomes INTERNAL, and only the log has the
     cause.
@@ -214,8 +214,8 @@ def from_exception(error: BaseException) -> ApiError:
 
 
 def refused(parameter: str, problem: str, names: dict[str, str] | None = None) -> ApiError:
-    """An error about a parameter that the frontend or the engine rejected, under its name in the
-    body.
+    """Makes an error about a parameter that the frontend or the engine rejected, under its name in
+    the body.
     """
     param = (names or {}).get(parameter, parameter)
     return invalid(param, f"{param}: {problem}")
@@ -223,9 +223,7 @@ def refused(parameter: str, problem: str, names: dict[str, str] | None = None) -
 
 @contextmanager
 def renaming(names: dict[str, str]) -> Iterator[None]:
-    """Renames parameters in the errors raised within: internal (OpenAI's) names -> the API's
-    names.
-    """
+    """Renames parameters in errors raised within, from internal (OpenAI's) names to the API's."""
     try:
         yield
     except InvalidParameterError as error:
@@ -237,11 +235,11 @@ def renaming(names: dict[str, str]) -> Iterator[None]:
 
 
 def from_status(status: int, path: str, method: str, known_paths: Iterable[str] = ()) -> ApiError:
-    """The error for a response of the router. It suggests the closest of `known_paths`, if any is
-    close.
+    """Returns the error for a response of the router. It suggests the closest of `known_paths`, if
+    any is close.
     """
     if status == 404:
-        # A base URL with a missing or a repeated /v1.
+        # The base URL may have a missing or a repeated /v1.
         guesses = {
             path.rstrip("/"),
             f"/v1{path}".rstrip("/"),

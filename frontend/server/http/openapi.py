@@ -28,9 +28,10 @@ PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")  # of a path, with starlette's con
 class ApiRoute(Route):
     """A route with the types of its body and response, for the description of the API.
 
-    It takes POST if it has a body and GET if not, unless `methods` says otherwise. `answer`: the
-    type of a successful response; None: not described. `streams`: the media type of the response if
-    the body sets `stream`. The first line of the handler's docstring is the title.
+    It takes POST if it has a body and GET if not, unless `methods` says otherwise. `answer` is the
+    type of a successful response; None leaves it out of the description. `streams` is the media
+    type of the response if the body sets `stream`. The first line of the handler's docstring is the
+    title.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class ApiRoute(Route):
         self.streams = streams
 
     def with_endpoint(self, endpoint: Callable[[Request], Any]) -> ApiRoute:
-        """The same route with another handler, which has this one's title."""
+        """Returns the same route with another handler, which has this one's title."""
         return ApiRoute(
             self.path,
             wraps(self.endpoint)(endpoint),
@@ -61,8 +62,8 @@ class ApiRoute(Route):
 
 
 def description_routes(routes: list[ApiRoute], version: str, root_path: str = "") -> list[ApiRoute]:
-    """The routes /openapi.json, which describes `routes` below `root_path`, and /docs, the same as
-    a page. Both are generated on first use.
+    """Returns the routes /openapi.json, which describes `routes` below `root_path`, and /docs, the
+    same as a page. Both are generated on first use.
     """
 
     @cache

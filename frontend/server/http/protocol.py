@@ -32,7 +32,7 @@ from .write_batch import GatheringTransport, WriteBatch
 logger = logging.getLogger(__name__)
 MAX_PIPELINED = 16  # requests that one connection may pipeline
 LINGER_S = 2.0
-# the header fields that say where a body ends
+# These header fields say where a body ends.
 FRAMING = (b"content-length", b"transfer-encoding")
 TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS connection
 
@@ -54,8 +54,8 @@ class Protocol(HttpToolsProtocol):
         self._batch = batch
         self._limits = limits
         self._on_refused = on_refused
-        # The request whose response is in progress. uvicorn's `cycle` is the newest request, which
-        # may be queued behind it.
+        # This is the request whose response is in progress. uvicorn's `cycle` is the newest
+        # request, which may be queued behind it.
         self._active: RequestResponseCycle | None = None
         self._deadline: asyncio.TimerHandle | None = None  # for the client's next input
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -64,10 +64,10 @@ class Protocol(HttpToolsProtocol):
         self._is_upgrade = False  # whether the request asks for another protocol
         self._is_repeated_head = False  # see _read_on
         self._num_head_bytes = 0  # of the complete header fields
-        # Bytes received while the head was incomplete before and after them: a long field is not
-        # counted above until it is complete.
+        # These bytes were received while the head was incomplete, before and after its complete
+        # fields: a long field is not counted above until it is complete.
         self._num_raw_bytes = 0
-        # The last response of this connection; all later input is ignored.
+        # This is the last response of the connection; all later input is ignored.
         self._refusal: ApiError | None = None
 
     # ------------------------------------------------------------ the connection
@@ -123,16 +123,17 @@ class Protocol(HttpToolsProtocol):
                 self._read_on()
 
     def _read_on(self) -> None:
-        """No other protocol is supported, and the request that asks for one is like any other;
-        Java's client asks with every request. But the parser has ended at its head: a new one,
-        which receives the head again without that wish, reads its body and what follows.
+        """Reads on after a head that asks for another protocol. No other protocol is supported, and
+        such a request is like any other; Java's client asks with every request. But the parser has
+        ended at its head: a new one, which receives the head again without that wish, reads its
+        body and what follows.
         """
         framing = [b"%b: %b\r\n" % header for header in self.headers if header[0] in FRAMING]
         self.parser = httptools.HttpRequestParser(self)
         self._is_upgrade, self._is_repeated_head = False, True
         try:
             self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing))
-            # to the end of the head; without a body, this is the end of the request
+            # The parser reads to the end of the head. Without a body, the request ends there.
             self.parser.feed_data(b"\r\n")
         finally:
             self._is_repeated_head = False
@@ -183,10 +184,10 @@ class Protocol(HttpToolsProtocol):
             return
         super().on_message_complete()
         self.cycle.more_body = False
-        # uvicorn pauses during a large body; while it is paused, no end of the connection is seen
+        # uvicorn pauses during a large body. While it is paused, no end of the connection is seen.
         if self.cycle is self._active:
             self.flow.resume_reading()
-        # answered before it was complete: see on_response_complete
+        # The request was answered before it was complete: see on_response_complete.
         if self.cycle.response_complete:
             self._clear_deadline()
             if self.cycle.keep_alive:
@@ -204,7 +205,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         assert self._active is not None
-        # what the server still does about the request, such as logging it, does not delay it
+        # What the server still does about the request, such as logging it, does not delay it.
         self._gathering.flush()
         is_last, is_early = self._active is self.cycle or not self.pipeline, self._active.more_body
         super().on_response_complete()
@@ -293,7 +294,7 @@ class Protocol(HttpToolsProtocol):
         assert error.code is not None
         self._on_refused(error.code)
         cycle, active = self.cycle, self._active
-        # the error concerns the body of this request
+        # The error concerns the body of this request.
         if cycle is not None and cycle.more_body and not cycle.response_complete:
             if cycle is active:
                 _disconnect(cycle)
@@ -363,7 +364,7 @@ class ChunkWriter:
         self._flow = cycle.flow
 
     def is_ready(self) -> bool:
-        """Whether the response has begun and the write buffer has room.
+        """Tells whether the response has begun and the write buffer has room.
 
         Otherwise use `send`, which can wait.
         """
@@ -391,8 +392,8 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[..., CoroutineType[Any, Any, None]]:
-    """uvicorn's `send` for HTTP/1.0, which has no chunked encoding: a response without a length
-    ends with the connection.
+    """Wraps uvicorn's `send` for HTTP/1.0, which has no chunked encoding: a response without a
+    length ends with the connection.
     """
     send = RequestResponseCycle.send
 
@@ -401,7 +402,7 @@ def _without_chunks(cycle: RequestResponseCycle) -> Callable[..., CoroutineType[
             if not any(name.lower() == b"content-length" for name, _ in message["headers"]):
                 cycle.chunked_encoding = False
         elif cycle.chunked_encoding is False and not cycle.expected_content_length:
-            # set the expected length to what was sent
+            # uvicorn then finds the length that it expects.
             cycle.expected_content_length = len(message.get("body", b""))
         await send(cycle, message)
 

@@ -22,7 +22,7 @@ SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,3})?")
 
 
 def integer(request: Request, name: str, *, default: int, least: int, most: int) -> int:
-    """A parameter from `least` to `most`, or its default. Raises ApiError 400 for others."""
+    """Reads a parameter from `least` to `most`, or its default. Raises ApiError 400 for others."""
     text = request.query_params.get(name, str(default))
     if INTEGER.fullmatch(text) and least <= int(text) <= most:
         return int(text)
@@ -60,7 +60,7 @@ def some_of(*choices: str) -> QueryReader:
 
 
 def read_query(request: Request, readers: dict[str, QueryReader]) -> dict[str, Any]:
-    """The values of the query parameters that were sent.
+    """Returns the values of the query parameters that were sent.
 
     Raises ApiError 400 for an invalid value and for a name that is not in `readers`.
     """

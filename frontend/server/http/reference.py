@@ -52,7 +52,7 @@ def reference_page(description: dict[str, Any]) -> str:
 
 
 def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
-    """One route: its summary, and the schemas of its body and its response."""
+    """Renders one route: its summary, and the schemas of its body and its response."""
     head = (
         f"<b>{method.upper()}</b> <code>{escape(path)}</code> "
         f"{escape(operation.get('summary', ''))}"

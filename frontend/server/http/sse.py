@@ -38,7 +38,7 @@ class JsonAnswer(Response):
 
 
 async def json_of(make: Callable[[], Any], num_entries: int) -> JsonAnswer:
-    """The response that `make` returns.
+    """Returns the response that `make` returns.
 
     A large one is made in a thread, so that streams are not delayed.
     """
@@ -58,7 +58,9 @@ def named_event(name: str, value: Any) -> bytes:
 
 
 def around(value: Any, path: tuple[Any, ...]) -> tuple[bytes, bytes]:
-    """The JSON of a Struct, dict or list before and after the value at `path` (names, indices)."""
+    """Returns the JSON of a Struct, dict or list before and after the value at `path` (names,
+    indices).
+    """
     if not path:
         return b"", b""
     if isinstance(value, msgspec.Struct):
@@ -81,15 +83,15 @@ def around(value: Any, path: tuple[Any, ...]) -> tuple[bytes, bytes]:
 class EventStream:
     """A response that sends `events` as they arrive.
 
-    An ASGI application; a handler returns it in place of a Response.
+    It is an ASGI application, which a handler returns in place of a Response.
     """
 
-    # Whole events, of which several may be joined. Closed with `aclose` however the stream ends,
-    # which aborts the requests that feed it.
+    # These are whole events, of which several may be joined. `aclose` closes them however the
+    # stream ends, which aborts the requests that feed it.
     events: AsyncGenerator[bytes, None]
     call: HttpCall
-    # Converts an exception to the last event. An exception before the first event is raised
-    # instead, so that it sets the status.
+    # This callable converts an exception to the last event. An exception before the first event
+    # is raised instead, so that it sets the status.
     on_error: Callable[[BaseException], bytes]
     keep_alive_s: float  # of silence, after which `comment` is sent
     write_timeout_s: float  # for which a client may leave sent data unread
@@ -103,7 +105,8 @@ class EventStream:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         loop = asyncio.get_running_loop()
         self.call.last_sent = loop.time()
-        # Bypasses the wrappers of starlette and app.py, which handle only the start of a response.
+        # The stream bypasses the wrappers of starlette and app.py, which handle only the start of a
+        # response.
         send_body = self.call.send or send
         writer = self.call.chunk_writer
         self._arm(loop, send)
@@ -113,7 +116,7 @@ class EventStream:
                     await self._start(send)
                 if self._commenting is not None:
                     await self._commenting
-                # The body of _write, inlined: this runs for every token.
+                # The body of _write stands here, inlined: this runs for every token.
                 self.call.last_sent = loop.time()
                 if writer is not None and chunk and writer.is_ready():
                     writer.write(chunk)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 
-# The most that one transport defers. Data beyond this are written at once, so that the transport
-# can apply flow control.
+# One transport defers at most this much. Data beyond this are written at once, so that the
+# transport can apply flow control.
 MAX_GATHERED_BYTES = 64 * 1024
 
 
@@ -47,8 +47,8 @@ class GatheringTransport(asyncio.Transport):
         self._batch = batch
         self._gathered: list[bytes | bytearray | memoryview] = []
         self._num_bytes = 0
-        # Methods that do not affect the order of writes. Listed by name: a __getattr__ would slow
-        # every attribute access.
+        # These methods do not affect the order of writes. They are listed by name: a __getattr__
+        # would slow every attribute access.
         self.is_closing = transport.is_closing
         self.get_extra_info = transport.get_extra_info
         self.pause_reading = transport.pause_reading
@@ -71,7 +71,7 @@ class GatheringTransport(asyncio.Transport):
                 self._transport.write(gathered[0] if len(gathered) == 1 else b"".join(gathered))
 
     def get_write_buffer_size(self) -> int:
-        """Bytes in the buffer, including deferred ones."""
+        """Returns the bytes in the buffer, including deferred ones."""
         return self._num_bytes + self._transport.get_write_buffer_size()
 
     def write_eof(self) -> None:

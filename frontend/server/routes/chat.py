@@ -31,7 +31,7 @@ from ..turns.sampling import (
     sampling_params,
 )
 
-# Template variables that requests cannot set. Some have a field of their own.
+# Requests cannot set these template variables. Some have a field of their own.
 RESERVED_VARIABLES = frozenset(
     {
         "messages",
@@ -153,7 +153,7 @@ def chat_turn(state: ServerState, call: HttpCall, body: ChatBody) -> ChatTurn:
 
 
 def _template_variables(state: ServerState, call: HttpCall, body: ChatBody) -> dict[str, Any]:
-    """Variables that only a template can use.
+    """Returns variables that only a template can use.
 
     A name that does not occur in the template has no effect and is reported as ignored.
     """
@@ -173,7 +173,7 @@ def _template_variables(state: ServerState, call: HttpCall, body: ChatBody) -> d
 
 
 def checked_variables(given: dict[str, Any] | None) -> dict[str, Any]:
-    """chat_template_kwargs."""
+    """Returns the checked chat_template_kwargs."""
     if given is None:
         return {}
     if reserved := RESERVED_VARIABLES & given.keys():

@@ -25,7 +25,7 @@ from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
 from ..turns.tokenizing import check_number
 
-# Cohere's input types -> the names that prompts of models have.
+# The keys are Cohere's input types, and the values the names that prompts of models have.
 PROMPT_NAMES = {
     "search_query": ("query", "search_query"),
     "search_document": ("document", "passage", "corpus", "search_document"),
@@ -103,7 +103,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
 
 
 def _checked(body: CohereEmbedBody) -> tuple[list[str], list[str]]:
-    """The texts and the types of embeddings. Raises ApiError for what is not supported."""
+    """Returns the texts and the types of embeddings. Raises ApiError for what is not supported."""
     for name in ("images", "inputs"):
         if getattr(body, name):
             raise unsupported(name, f"'{name}' is not supported: this model embeds texts.")
@@ -123,7 +123,7 @@ def _checked(body: CohereEmbedBody) -> tuple[list[str], list[str]]:
 
 
 def _prompt_name(pooling: Pooling, input_type: str | None) -> str | None:
-    """The model's prompt for this type of input; None: its default."""
+    """Returns the model's prompt for this type of input; None stands for its default."""
     return next(
         (name for name in PROMPT_NAMES.get(input_type or "", ()) if name in pooling.prompts), None
     )

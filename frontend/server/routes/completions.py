@@ -113,8 +113,8 @@ async def prepare(state: ServerState, call: HttpCall, body: CompletionBody) -> C
 
 
 def _num_completions(body: CompletionBody, most: int) -> int:
-    """The number of completions to generate per prompt: `best_of`, of which the `n` best are
-    returned, or `n`.
+    """Returns the number of completions to generate per prompt: `best_of`, of which the `n` best
+    are returned, or `n`.
     """
     n, best_of = body.n or 1, body.best_of or body.n or 1
     if best_of < n:
@@ -123,7 +123,7 @@ def _num_completions(body: CompletionBody, most: int) -> int:
             f"'best_of' must be at least 'n', which is {n}; got {best_of}.",
             "integer_below_min_value",
         )
-    # an n that is too large is reported with the other parameters
+    # An n that is too large is reported with the other parameters.
     if best_of > most and body.best_of is not None:
         raise invalid(
             "best_of",
@@ -145,9 +145,9 @@ async def _tokenized(
     adds_special_tokens: bool,
     must_fit: bool,
 ) -> list[list[int]]:
-    """The token ids of each prompt; texts are tokenized.
+    """Returns the token ids of each prompt. Texts are tokenized.
 
-    `must_fit`: a text that certainly exceeds the context is rejected before it is tokenized.
+    With `must_fit`, a text that certainly exceeds the context is rejected before it is tokenized.
     """
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if not texts:

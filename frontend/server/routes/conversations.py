@@ -100,7 +100,7 @@ def add_to_conversation(
 
 
 def page_of(request: Request, items: list[Item]) -> dict[str, Any]:
-    """The page of a list that `limit`, `order` and `after` ask for. Raises ApiError."""
+    """Returns the page of a list that `limit`, `order` and `after` ask for. Raises ApiError."""
     query = request.query_params
     limit = integer(request, "limit", default=LISTED, least=1, most=MAX_LISTED)
     if query.get("order", "desc") not in ("asc", "desc"):
@@ -130,14 +130,14 @@ def _new_items(given: list[Item] | None) -> list[Item]:
 
 
 class ConversationsApi:
-    """The handlers, over the store of responses."""
+    """The handlers, which work on the store of responses."""
 
     def __init__(self, state: ServerState):
         self._state = state
         self._store = state.responses
 
     def _found(self, request: Request) -> tuple[str, str, Stored]:
-        """The owner, the id, and the conversation."""
+        """Returns the owner, the id, and the conversation."""
         self._state.check_open()
         tenant, conversation_id = call_of(request).tenant, request.path_params["conversation_id"]
         return tenant, conversation_id, find_conversation(self._store, tenant, conversation_id)

@@ -66,7 +66,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
 
 
 def http_places() -> dict[str, str]:
-    """The stages of an HTTP request before AsyncLLM.generate: "file:line" by name."""
+    """Returns the stages of an HTTP request before AsyncLLM.generate, as "file:line" by name."""
     functions = read_body, prepare_chat, Admission.wait, generation.run
     return {
         f"{function.__module__.rpartition('.')[2]}.{function.__name__}": place_of_function(function)

@@ -60,7 +60,7 @@ class EngineView:
         try:
             engine = self._state.ready_engine()
         except ApiError as error:
-            # a page that polls: browsers log each status above 399
+            # A page that polls asks for this: browsers log each status above 399.
             if request.query_params.get("errors") == "body" and error.code in WAITING:
                 return JsonAnswer(error.in_format())
             raise
@@ -92,23 +92,25 @@ class EngineView:
 
 
 def about(state: ServerState, engine: AsyncLLM) -> dict[str, Any]:
-    """What this server knows of the engine, besides what the engine observes."""
+    """Returns what this server knows of the engine, besides what the engine observes."""
     config, defaults = engine.config, engine.get_default_sampling_params()
     return {
         "model": state.model_name,
         "max_model_len": config.model_config.max_model_len,
         "block_size": config.cache_config.block_size,
         "uptime_s": time.monotonic() - state.began,
-        # requests queued in this server; the engine's own queue is part of what it observes
+        # These requests are queued in this server. The engine's own queue is part of what it
+        # observes.
         "num_queued": state.ready_admission().num_waiting,
         "num_finished": state.request_log.num_added,  # by this server since its start
-        # engines that took the place of dead ones, by cause; seconds from the last death to the
-        # next output; whether a standby is ready, null without --standby
+        # `restarts` counts the engines that took the place of dead ones, by cause. `last_gap_s` has
+        # the seconds from the last death to the next output. `standby_is_ready` is null without
+        # --standby.
         "restarts": engine.client.restarts.by_cause,
         "last_gap_s": engine.client.restarts.last_gap_s,
         "standby_is_ready": engine.client.standby_is_ready,
         "has_chat_template": bool(state.template_text),
-        # what applies to a request that does not say otherwise
+        # These apply to a request that does not say otherwise.
         "default_sampling_params": {name: getattr(defaults, name) for name in SHOWN_DEFAULTS},
         "loras": list(state.loras.by_name),  # names that requests may give as `model`
     }

@@ -19,7 +19,7 @@ from ..http.openapi import ApiRoute
 from ..http.sse import JsonAnswer
 from ..state import ServerState
 
-# How long a response waits for the engine's answer; probes expect a response within one second.
+# A response waits so long for the engine's answer. Probes expect a response within one second.
 ANSWER_S = 0.5
 MAX_SILENCE_S = 1.0  # a process that does not answer a beat for so long is not ready
 
@@ -36,8 +36,8 @@ class Probe:
         self._sent = 0.0  # by the event loop's clock
 
     async def silent_s(self, engine: AsyncLLM) -> float:
-        """Seconds for which the pending call has been unanswered; 0.0 if the engine has just
-        answered.
+        """Returns the seconds for which the pending call has been unanswered, or 0.0 if the engine
+        has just answered.
 
         Raises EngineDeadError.
         """
@@ -53,7 +53,7 @@ class Probe:
 
 
 class Heartbeat:
-    """Whether an engine works: its process answers at once (beat), and its steps end (ping)."""
+    """Checks that an engine works: its process answers at once (beat), and its steps end (ping)."""
 
     def __init__(self) -> None:
         self._beat, self._ping = Probe("beat"), Probe("ping")

@@ -39,7 +39,7 @@ from ..state import ServerState
 
 ENGINE_TIMEOUT_S = 2.0  # for the engine's counters; a longer step must not fail the scrape
 LABELS = ("model_name", "engine")
-# Routes that probes and scrapers poll; http_requests_total excludes them, as in vLLM.
+# Probes and scrapers poll these routes; http_requests_total excludes them, as in vLLM.
 PROBES = frozenset({"/health", "/health/ready", "/metrics", "/ping", "/load", "/version"})
 
 
@@ -60,7 +60,8 @@ def _prompt_tokens(counts: Counts) -> int:
     return sum(counts.get(name, 0) for name in names)
 
 
-# vLLM's name -> a counter or gauge of ipc/counters.py, or the value for an engine and its text
+# vLLM's name maps to a counter or gauge of ipc/counters.py, or to the value for an engine and its
+# text.
 Table = dict[str, str | tuple[Callable[[Counts], float], str]]
 LOAD: Table = {
     "num_requests_running": "num_running",
@@ -89,7 +90,7 @@ COUNTERS: Table = {
     "spec_decode_num_draft_tokens": "num_draft_tokens",
     "spec_decode_num_accepted_tokens": "num_accepted_tokens",
 }
-# The engine's memory: key of its status -> value of the label `kind`.
+# A key of the status of the engine's memory maps to the value of the label `kind`.
 MEMORY = {
     "resident_bytes": "resident",
     "weights_bytes": "weights",
@@ -121,7 +122,7 @@ def _routes(collector: Collector | CollectorOfSeveral) -> list[ApiRoute]:
 
     async def metrics(request: Request) -> Response:
         await collector.ask_engines()
-        # takes some milliseconds, so it runs in a thread
+        # The text takes some milliseconds, so it is made in a thread.
         text = await asyncio.to_thread(generate_latest, registry)
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
@@ -135,13 +136,15 @@ class Collector:
         self.state = state
         self._of_engines: dict[int, dict[str, int]] = {0: {}}
         self._statuses: dict[int, dict[str, Any]] = {0: {}}
-        # of all engines, and the counters of this server
+        # The counts are those of all engines and of this server.
         self._own: dict[str, int] = {}
         self._status: dict[str, Any] = {}
         self._engines_up: list[bool] = []
 
     async def ask_engines(self) -> None:
-        """If an engine does not answer, its metrics stay as they were, and engine_up is 0."""
+        """Asks the engines. If one does not answer, its metrics stay as they were, and engine_up is
+        0.
+        """
         engine = self.state.engine
         self._engines_up = [False]
         if engine is None:
@@ -233,7 +236,7 @@ class Collector:
         return admission.num_waiting if admission is not None else 0
 
     def _cache_config(self, engine: AsyncLLM, prefix: str) -> Metric:
-        """The cache settings as labels of a metric with value 1, the usual form of text in
+        """Yields the cache settings as labels of a metric with value 1, the usual form of text in
         Prometheus.
         """
         settings = msgspec.structs.asdict(engine.config.cache_config)
@@ -249,7 +252,7 @@ class Collector:
         return family
 
     def _of_the_schedulers(self, prefix: str) -> Iterator[Metric]:
-        """Sources of prompt tokens, reasons why requests wait, sleep states, and step sizes."""
+        """Yields sources of prompt tokens, reasons why requests wait, sleep states, step sizes."""
         yield from self._of_each(prefix, PROMPTS, CounterMetricFamily)
         families = [
             CounterMetricFamily(
@@ -310,7 +313,7 @@ class Collector:
             sleep_state.add_metric((*values, name), int(name == now))
 
     def _http(self) -> Iterator[Metric]:
-        """The names and labels of prometheus-fastapi-instrumentator, which vLLM uses."""
+        """Yields the names and labels of prometheus-fastapi-instrumentator, which vLLM uses."""
         meters = self.state.meters
         requests = Counter[tuple[str, str, str]]()
         for (method, route, status), count in meters.http_requests.items():
@@ -334,7 +337,7 @@ class Collector:
         )
 
     def _of_own_engine(self) -> Iterator[Metric]:
-        """Metrics of the engine and its queue that only Quire has."""
+        """Yields metrics of the engine and its queue that only Quire has."""
         admission = self.state.admission
         yield GaugeMetricFamily(
             "quire:engine_up",
@@ -388,7 +391,7 @@ class Collector:
             yield family
 
     def _of_experts(self) -> Iterator[Metric]:
-        """Two gauges for each layer with experts: those of each expert would be thousands."""
+        """Yields two gauges for each layer with experts. Gauges per expert would be thousands."""
         if experts := self._status.get("experts"):
             imbalance = GaugeMetricFamily(
                 "quire:expert_load_imbalance",
@@ -426,7 +429,7 @@ class Collector:
         yield _histogram("quire:engine_restart_gap_seconds", gaps.about, (), {(): gaps})
 
     def _of_the_server(self) -> Iterator[Metric]:
-        """Metrics of the HTTP server that only Quire has."""
+        """Yields metrics of the HTTP server that only Quire has."""
         state, meters = self.state, self.state.meters
         yield _by(
             "quire:connections_refused",

@@ -47,7 +47,9 @@ def listed(request: Request, cards: list[ModelCard]) -> ModelList:
 
 
 def _for_codex(card: ModelCard) -> dict[str, Any]:
-    """What Codex wants to know of a model. Values that it may leave out are its own defaults."""
+    """Returns what Codex wants to know of a model. Values that it may leave out are its own
+    defaults.
+    """
     return {
         "slug": card.id,
         "display_name": card.id,
@@ -72,7 +74,7 @@ def _for_codex(card: ModelCard) -> dict[str, Any]:
 
 
 def cards_of_loras(state: ServerState, max_model_len: int) -> list[ModelCard]:
-    """An adapter's root is its path, and its parent the model."""
+    """Returns the cards of adapters. An adapter's root is its path, and its parent the model."""
     return [
         ModelCard(
             id=name,

@@ -51,7 +51,7 @@ async def respond(
     body: OllamaChatBody | OllamaGenerateBody,
     has_prompt: bool,
 ) -> Any:
-    """The answer to a checked body. Clients load or unload a model with one that has no prompt."""
+    """Answers a checked body. Clients load or unload a model with one that has no prompt."""
     state.ready_engine()
     model = check_body(state, call, body)
     state.check_generates()

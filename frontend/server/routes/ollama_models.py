@@ -31,7 +31,7 @@ from ..pulls import changes_disabled, not_allowed_to_pull
 from ..request_body import read_body
 from ..state import ServerState
 
-# The version of Ollama's API that is implemented; clients compare it with the minimum they need.
+# The routes implement this version of Ollama's API. Clients compare it with what they need.
 API_VERSION = "0.13.0"
 NEVER = "9999-12-31T23:59:59Z"
 ONE_MODEL = (
@@ -69,11 +69,11 @@ class OllamaCatalog(Protocol):
     """What the routes show of the server's models. The methods raise ApiError."""
 
     def listed(self) -> list[dict[str, Any]]:
-        """The available models."""
+        """Returns the available models."""
         ...
 
     def running(self) -> list[dict[str, Any]]:
-        """The loaded models."""
+        """Returns the loaded models."""
         ...
 
     async def details(self, body: ShowBody) -> dict[str, Any]: ...
@@ -125,7 +125,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
 
 
 def catalog_routes(state: ServerState, catalog: OllamaCatalog) -> list[ApiRoute]:
-    """All routes except /api/delete."""
+    """Returns all routes except /api/delete."""
 
     async def tags(request: Request) -> Response:
         """The available models, as Ollama lists them"""
@@ -178,7 +178,7 @@ async def _encoded(lines: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, No
 
 
 def named_model(body: ShowBody | DeleteBody | PullBody, known: Container[str]) -> str:
-    """The model's name, as plain_name gives it. Raises ApiError if there is none."""
+    """Returns the model's name, as plain_name gives it. Raises ApiError if there is none."""
     name = body.model or body.name
     if not name:
         raise missing("model")
@@ -188,7 +188,9 @@ def named_model(body: ShowBody | DeleteBody | PullBody, known: Container[str]) -
 def running_fields(
     config: EngineConfig, weights_bytes: int, max_model_len: int, unloads_at: float | None = None
 ) -> dict[str, Any]:
-    """What the list of loaded models has besides a tag. `unloads_at`: seconds since 1970."""
+    """Returns what the list of loaded models has besides a tag. `unloads_at` is in seconds since
+    1970.
+    """
     return {
         "expires_at": NEVER if unloads_at is None else time_text(unloads_at),
         "size_vram": weights_bytes if config.device_config.device != "cpu" else 0,
@@ -197,7 +199,7 @@ def running_fields(
 
 
 def tag(name: str, config: EngineConfig) -> dict[str, Any]:
-    """A model in a list."""
+    """Returns a model as an entry of a list."""
     model_config = config.model_config
     size, _ = weights_in_engine(config, _sizes(model_config))
     digest = sha256(msgspec.json.encode((name, model_config.hf_config))).hexdigest()
@@ -211,7 +213,7 @@ def tag(name: str, config: EngineConfig) -> dict[str, Any]:
 
 
 def loras_of(state: ServerState, model: dict[str, Any]) -> list[dict[str, Any]]:
-    """The adapters in a list, after the entry of their model."""
+    """Returns the adapters in a list, after the entry of their model."""
     details = model["details"] | {"parent_model": model["name"]}
     return [
         model
@@ -227,7 +229,7 @@ def loras_of(state: ServerState, model: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _details(config: ModelConfig) -> dict[str, Any]:
     stored = _stored(config)
-    # `quantization` is made of the stored weights when they are loaded
+    # `quantization` is made of the stored weights when they are loaded.
     made = None if config.quantization is None else config.quantization.upper()
     return {
         "parent_model": "",
@@ -252,7 +254,7 @@ def shown(state: ServerState) -> dict[str, Any]:
     }
     defaults = engine.get_default_sampling_params()
     capabilities = [
-        # as Ollama lists them: models that generate are no embedding models, though they embed
+        # Ollama lists it so: models that generate are no embedding models, though they embed.
         "embedding" if config.runner == "pooling" else "completion",
         *(["tools"] if format.tool_format else []),
         *(["thinking"] if format.reasoning_marks else []),
@@ -272,7 +274,7 @@ def shown(state: ServerState) -> dict[str, Any]:
 
 
 def _short(number: int) -> str:
-    """7615616512 -> 7.6B."""
+    """Shortens a number: 7615616512 becomes 7.6B."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= size:
             return f"{number / size:.1f}{letter}"

@@ -53,7 +53,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
 
 
 def join_page(folder: Path = FOLDER) -> str:
-    """page.html with each style sheet and script inlined in place of its reference."""
+    """Returns page.html with each style sheet and script inlined in place of its reference."""
 
     def style(match: re.Match[str]) -> str:
         return f"<style>{(folder / match[1]).read_text(encoding='utf-8')}</style>"
@@ -68,7 +68,8 @@ def join_page(folder: Path = FOLDER) -> str:
 def content_security_policy(html: str) -> str:
     """Allows the document's own scripts and style sheets, by digest, and requests to its server.
 
-    Trusted Types: only DOMPurify can turn a string into markup, and no string becomes a script.
+    With Trusted Types, only DOMPurify can turn a string into markup, and no string becomes a
+    script.
     """
     return "; ".join(
         [
@@ -93,7 +94,7 @@ def _digests(html: str, tag: str) -> str:
 
 
 def _takes_gzip(accept_encoding: str) -> bool:
-    """Whether gzip is listed with a weight other than 0."""
+    """Tells whether gzip is listed with a weight other than 0."""
     for coding in accept_encoding.lower().split(","):
         name, _, weight = coding.partition(";")
         if name.strip() == "gzip":

@@ -42,7 +42,7 @@ from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
 from ..turns.sampling import TokenId
 from ..turns.tokenizing import prompts_of
 
-# Enough for 2048 texts of 512 tokens.
+# The limit is enough for 2048 texts of 512 tokens.
 INPUT_LIMIT = FieldLimit(1_100_000, None)
 Inputs = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
@@ -68,7 +68,7 @@ class InputBody(PoolingFields, kw_only=True):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What may be done with the texts; the model chooses."""
+        """Returns what may be done with the texts. The model chooses."""
         raise NotImplementedError
 
 
@@ -130,8 +130,8 @@ async def pooled(
     list_type: type[PoolingList],
     entry: Callable[[int, Any, PoolingRequestOutput, Pooling], msgspec.Struct],
 ) -> Response:
-    """The response with an `entry` for each text: of its index, its numbers as JSON has them, its
-    output, and how the model pools. `kind` begins its id.
+    """Returns the response with an `entry` for each text: of its index, its numbers as JSON has
+    them, its output, and how the model pools. `kind` begins its id.
     """
     body, call = await read_body(request, state.server_config, body_type), call_of(request)
     tasks = body.tasks
@@ -180,7 +180,7 @@ def _classification(
 
 
 def pooling_params(body: Any, task: str, dimensions: int | None = None) -> PoolingParams:
-    """The parameters of a body with PoolingFields. Raises ApiError."""
+    """Returns the parameters of a body with PoolingFields. Raises ApiError."""
     try:
         return PoolingParams(
             task=task,

@@ -66,7 +66,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
 
 
 class ResponsesApi:
-    """The handlers, with the store of responses."""
+    """The handlers, which have the store of responses."""
 
     def __init__(self, state: ServerState):
         self._state = state
@@ -107,7 +107,7 @@ class ResponsesApi:
         return await answer.respond(streams=body.stream)
 
     def _without_generation(self, call: HttpCall, body: ResponsesBody, model: str) -> Any:
-        """The response to a body that asks for nothing, with which clients try out a server."""
+        """Answers a body that asks for nothing, with which clients try out a server."""
         with renaming(NAMES):
             params = params_of(self._state, body)
         body.store = False
@@ -148,7 +148,9 @@ class ResponsesApi:
         return JsonAnswer({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     def _conversation(self, call: HttpCall, body: ResponsesBody) -> tuple[list[Item], int]:
-        """All items of the conversation, those of earlier turns first, and the number of those."""
+        """Returns all items of the conversation, those of earlier turns first, and the number of
+        those.
+        """
         self._state.check_generates()
         items = self._resolved(call, items_of(body.input))
         if body.conversation is not None:
@@ -172,7 +174,7 @@ class ResponsesApi:
         return [*earlier, *items], len(earlier)
 
     def _resolved(self, call: HttpCall, items: list[Item]) -> list[Item]:
-        """`items` with the stored items in place of the references to them."""
+        """Returns `items` with the stored items in place of the references to them."""
         num_left = MAX_CONVERSATION - sum(map(num_parts, items))
         places: dict[str | None, str] = {}  # of the references, by id
         resolved = []
@@ -210,7 +212,7 @@ class ResponsesApi:
     # ------------------------------------------------------------ stored responses
 
     def _response(self, call: HttpCall, response_id: str) -> Stored | None:
-        """A conversation in the store is no response."""
+        """Returns a response, which a conversation in the store is not."""
         is_one = not response_id.startswith(CONVERSATION)
         return self._store.get(call.tenant, response_id) if is_one else None
 
@@ -251,9 +253,9 @@ class ResponsesApi:
 
 
 async def prepare_truncated(state: ServerState, call: HttpCall, turn: ChatTurn) -> AnswerRun:
-    """Like prepare_chat, after leaving out as few of the oldest messages as necessary to make the
-    rest fit; system messages stay. Cuts only before a user message, so no answer or tool result is
-    kept without its question.
+    """Does the same as prepare_chat, after leaving out as few of the oldest messages as necessary
+    to make the rest fit. System messages stay. It cuts only before a user message, so no answer or
+    tool result is kept without its question.
     """
     try:
         return await prepare_chat(state, call, turn)

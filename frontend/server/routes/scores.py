@@ -42,7 +42,7 @@ from ..turns.tokenizing import check_number
 from .pooling import PoolingFields, pooling_params
 
 Texts = str | Annotated[list[str], Meta(min_length=1)]
-# The names of both sides, vLLM's first.
+# Both sides have these names, vLLM's first.
 FIRST, SECOND = ("text_1", "data_1", "queries"), ("text_2", "data_2", "documents", "items")
 
 
@@ -132,7 +132,7 @@ async def run_scores(
     second: list[str],
     names: tuple[str, str],
 ) -> tuple[list[ScoringRequestOutput], PoolingUsage]:
-    """The scores of the pairs, and the tokens that were read for them."""
+    """Returns the scores of the pairs, and the tokens that were read for them."""
     pooling = pooling_of(state, SCORING_TASKS, body.model)
     most = state.server_config.max_prompts_per_request
     for name, texts in zip(names, (first, second)):
@@ -159,7 +159,7 @@ async def run_scores(
 
 
 def _side(body: ScoreBody, names: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The name that was used for one side of the pairs, and its texts."""
+    """Returns the name that was used for one side of the pairs, and its texts."""
     given = [name for name in names if getattr(body, name) is not None]
     if not given:
         raise missing(names[0])
@@ -170,7 +170,7 @@ def _side(body: ScoreBody, names: tuple[str, ...]) -> tuple[str, list[str]]:
 
 
 def _document(index: int, document: str | dict[str, Any]) -> str:
-    """The text of a document: itself, or its field `text`."""
+    """Returns the text of a document: itself, or its field `text`."""
     if isinstance(document, str):
         return document
     text = document.get("text")

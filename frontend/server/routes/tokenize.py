@@ -116,7 +116,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
         special = {key: tokenizer.special_tokens_map.get(key) for key in SPECIAL_TOKEN_KEYS}
         return JsonAnswer(
             TokenizerInfo(
-                # the class that reads such files in transformers
+                # In transformers, this class reads such files.
                 tokenizer_class="PreTrainedTokenizerFast",
                 vocab_size=tokenizer.vocab_size,
                 model_max_length=state.max_model_len,
@@ -148,7 +148,7 @@ def _token_texts(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
 async def beside_loop(
     state: ServerState, call: HttpCall, num_tokens: int, work: Callable[[], Any]
 ) -> Any:
-    """The result of `work`, which runs in a thread if it takes long."""
+    """Returns the result of `work`, which runs in a thread if it takes long."""
     return work() if num_tokens < LONG_TOKENS else await in_turn(state.work_turns, call, work)
 
 

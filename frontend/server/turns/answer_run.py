@@ -93,7 +93,7 @@ class TokenUsage:
 class ChoiceDelta:
     """New output of one choice.
 
-    `finish_reason`: "stop", "length", "timeout", "tool_calls", or None while the choice is
+    `finish_reason` is "stop", "length", "timeout", "tool_calls", or None while the choice is
     unfinished.
     """
 
@@ -127,7 +127,9 @@ class FinishedChoice(ChoiceDelta):
 
 @dataclass(slots=True)
 class ChoiceState:
-    """What has been read of one choice. `has_begun`: content or a call has followed reasoning."""
+    """The state of one choice as read so far. `has_begun` tells that content or a call has followed
+    reasoning.
+    """
 
     parser: AnswerParser
     reasonings: list[str] = field(default_factory=list)
@@ -154,7 +156,7 @@ class AnswerRun:
         self.jobs = jobs
         self._n = jobs[0].params.n
         self._choices = [ChoiceState(make_parser()) for _ in range(len(jobs) * self._n)]
-        # Kept here, since active requests are completed even while the server shuts down.
+        # The run keeps these, since active requests are completed even while the server shuts down.
         self.tokenizer = state.ready_engine().tokenizer
         self.usage = TokenUsage()
         self.outputs: dict[int, RequestOutput] = {}  # the first output of each prompt
@@ -177,7 +179,7 @@ class AnswerRun:
         return merged([run(self._state, self._call, job, at_once) for job in self.jobs])
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
-        """The new output of each choice."""
+        """Yields the new output of each choice."""
         async with aclosing(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
                 self._begin(output, prompt_index)
@@ -185,7 +187,7 @@ class AnswerRun:
                     yield self._read(prompt_index * self._n + completion.index, completion)
 
     async def messages(self) -> list[FinishedChoice]:
-        """The whole choices."""
+        """Returns the whole choices."""
         found = [FinishedChoice(index) for index in range(len(self._choices))]
         async with aclosing(self.deltas()) as deltas:
             async for delta in deltas:
@@ -197,13 +199,13 @@ class AnswerRun:
         write: Callable[[ChoiceDelta], bytes],
         around_text: dict[int, tuple[bytes, bytes]] | None = None,
     ) -> AsyncGenerator[bytes, None]:
-        """The pieces of a stream, as `write` encodes them.
+        """Yields the pieces of a stream, as `write` encodes them.
 
         With a single prompt, a piece that can be sent at once is sent and not yielded. Several
         prompts are interleaved by the stream's task.
 
-        around_text: for choices that have begun, what is sent before and after the JSON of a text
-        if it is all that is new. This most common case has less overhead.
+        For choices that have begun, `around_text` is what is sent before and after the JSON of a
+        text if it is all that is new. This most common case has less overhead.
         """
         around_text = {} if around_text is None else around_text
 
@@ -228,7 +230,8 @@ class AnswerRun:
                     found.append(around[0] + encode(text) + around[1])
                 else:
                     found.append(self._read(index, completion))
-            # only now, so that the usage in a chunk counts the step's tokens of all choices
+            # Chunks are encoded only now, so that the usage in one counts the step's tokens of all
+            # choices.
             return b"".join([one if isinstance(one, bytes) else write(one) for one in found])
 
         at_once = partial(self._call.push, piece) if len(self.jobs) == 1 else None

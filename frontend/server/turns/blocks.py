@@ -22,7 +22,7 @@ BlockEvent = tuple[str, "AnswerBlock", str]  # event, block, new text of the blo
 
 @dataclass(slots=True)
 class AnswerBlock:
-    """`text`: the text, the reasoning, or the JSON of a call's arguments."""
+    """`text` is the text, the reasoning, or the JSON of a call's arguments."""
 
     kind: str
     index: int  # among all blocks
@@ -35,14 +35,14 @@ class AnswerBlock:
         return "".join(self.pieces)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of a call, for APIs in which a call is passed on when it is whole."""
+        """Returns the arguments of a call, for APIs that pass a call on when it is whole."""
         return msgspec.json.decode(self.text, type=dict[str, Any])
 
 
 class AnswerBlocks:
-    """Converts parts to events: blocks that begin, grow and end.
+    """Converts parts to events: blocks begin, grow and end.
 
-    At most one block is open: the last.
+    At most one block is open, which is the last.
     """
 
     def __init__(self) -> None:

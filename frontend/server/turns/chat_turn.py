@@ -28,7 +28,7 @@ from .generation import GenerationJob, check_context, check_room
 from .response_format import JsonOptions
 from .tokenizing import LONG_TEXT, check_num_characters, tokenize_all
 
-# Seconds of processor time that a chat template may take on the event loop.
+# A chat template may take so many seconds of processor time on the event loop.
 INLINE_S = 0.05
 
 
@@ -36,7 +36,7 @@ INLINE_S = 0.05
 class ChatTurn:
     """The parameters of a chat request in one form for all APIs.
 
-    `tool_choice`: "auto", "none", "required" or the name of a function as {"name": ...}.
+    `tool_choice` is "auto", "none", "required" or the name of a function as {"name": ...}.
     """
 
     request_id: str
@@ -56,7 +56,8 @@ class ChatTurn:
     json: JsonOptions = field(
         default_factory=JsonOptions
     )  # for call arguments constrained by a grammar
-    # the API has a form for a call that max_tokens cuts, so a forced call need not wait for its end
+    # The API has a form for a call that max_tokens cuts, so a forced call need not wait for its
+    # end.
     streams_calls: bool = False
 
     @property
@@ -65,13 +66,14 @@ class ChatTurn:
 
     @property
     def continued_text(self) -> str:
-        """The text of the message that the answer continues, or ""."""
+        """Returns the text of the message that the answer continues, or ""."""
         if not self.continue_final_message:
             return ""
         return normalize_messages(self.messages[-1:])[0].get("content", "")
 
     def shown_tools(self) -> list[dict[str, Any]] | None:
-        """The tools as the model sees them, without `strict`, which concerns only the server.
+        """Returns the tools as the model sees them, without `strict`, which concerns only the
+        server.
 
         A template can tell an empty list from None, as in transformers.
         """
@@ -90,10 +92,10 @@ def thinking_variables(
     effort: str | None,
     names: tuple[str, str],
 ) -> dict[str, Any]:
-    """The template variables for a model's optional reasoning and its effort; None: the template's
-    default.
+    """Returns the template variables for a model's optional reasoning and its effort; None stands
+    for the template's default.
 
-    `names`: the two fields of the body; a field that the model does not support is noted as
+    `names` are the two fields of the body. A field that the model does not support is noted as
     ignored.
     """
     known = template_variables(state.template_text)
@@ -111,7 +113,9 @@ def thinking_variables(
 
 
 def _known_effort(state: ServerState, call: HttpCall, effort: str, name: str) -> str:
-    """The model's nearest level to `effort`. The field `name` is noted if it is another one."""
+    """Returns the model's nearest level to `effort`. The field `name` is noted if it is another
+    one.
+    """
     marks = state.answer_format.reasoning_marks
     efforts = marks.efforts if marks is not None else ()
     if not efforts or effort in efforts:
@@ -153,8 +157,8 @@ async def prepare_chat(state: ServerState, call: HttpCall, turn: ChatTurn) -> An
 def shape_answer(
     format: AnswerFormat, turn: ChatTurn, params: SamplingParams, text: str, call: HttpCall
 ) -> tuple[SamplingParams, dict[str, str]]:
-    """The parameters with the grammar that the turn requires, and the names of fields for errors of
-    that grammar.
+    """Returns the parameters with the grammar that the turn requires, and the names of fields for
+    errors of that grammar.
     """
     asked = params.structured_outputs
     options = {
@@ -181,7 +185,7 @@ def shape_answer(
 
 
 def _constrained(turn: ChatTurn) -> list[dict[str, Any]]:
-    """The tools with the schemas that a grammar for their calls follows."""
+    """Returns the tools with the schemas that a grammar for their calls follows."""
     tools = []
     for tool in turn.tools or []:
         schema = tool["function"].get("parameters") or {}
@@ -196,7 +200,7 @@ def _constrained(turn: ChatTurn) -> list[dict[str, Any]]:
 async def render_turn(
     state: ServerState, call: HttpCall, turn: ChatTurn, *, must_fit: bool = False
 ) -> tuple[str, list[int]]:
-    """The prompt of a turn as text and as token ids.
+    """Returns the prompt of a turn as text and as token ids.
 
     Raises ApiError 400: with `must_fit` for a prompt that certainly exceeds the model's context,
     else for one that exceeds the limit of tokenizing.py.
@@ -246,7 +250,7 @@ async def render_turn(
 
 
 def _render_at_once(render: Callable[[], str]) -> str | None:
-    """The text, or None if the template takes so long that it would block the event loop."""
+    """Returns the text, or None if the template takes so long that it would block the loop."""
     from ...text.template_sandbox import time_limit  # imports jinja2
 
     try:

@@ -38,10 +38,10 @@ Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 @dataclass(slots=True)
 class GenerationJob:
-    """One prompt.
+    """One prompt of a call.
 
-    `names`: the engine's parameters -> the body's fields, for errors; `prompt` also names the field
-    of the prompt.
+    `names` maps the engine's parameters to the body's fields, for errors; `prompt` also names the
+    field of the prompt.
     """
 
     request_id: str
@@ -81,8 +81,8 @@ def check_room(
 
 @contextmanager
 def running_id(state: ServerState, wanted: str) -> Iterator[str]:
-    """The id of a request of the engine: `wanted`, or one like it while a request has that. A proxy
-    that retries sends the same x-request-id while the first attempt still runs.
+    """Returns the id of a request of the engine: `wanted`, or one like it while a request has that.
+    A proxy that retries sends the same x-request-id while the first attempt still runs.
     """
     request_id = wanted
     while request_id in state.running_ids:
@@ -100,11 +100,11 @@ async def run(
     job: GenerationJob,
     take_at_once: Callable[[RequestOutput], bool] | None = None,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The engine's outputs for one prompt.
+    """Yields the engine's outputs for one prompt.
 
     Closing the generator, or cancelling its reader, aborts the request. Raises ApiError.
 
-    `take_at_once`: as for AsyncLLM.generate.
+    `take_at_once` is as for AsyncLLM.generate.
     """
     engine = state.ready_engine()
     salt = job.cache_salt
@@ -141,14 +141,14 @@ async def run(
             raise refused(error.parameter, error.problem, job.names) from None
         finally:
             if metrics:
-                # without a final output, the client has disconnected
+                # Without a final output, the client has disconnected.
                 reason = (last and finish_reason(last)) or ("error" if engine.errored else "abort")
                 state.request_log.add(request_id, metrics[0], summary_of(state, call, reason))
                 state.meters.request_ended(job.params, metrics[0], reason, slot.queued_s)
 
 
 def summary_of(state: ServerState, call: HttpCall, reason: str) -> dict[str, Any]:
-    """What the log of requests says of one, besides its times."""
+    """Returns what the log of requests says of one, besides its times."""
     return {
         "x_request_id": call.request_id,
         "model": call.lora_request.lora_name if call.lora_request else state.model_name,
@@ -157,7 +157,7 @@ def summary_of(state: ServerState, call: HttpCall, reason: str) -> dict[str, Any
 
 
 def until(deadline: float | None, params: Params) -> Params:
-    """`params` with what is left until the deadline as timeout_s."""
+    """Returns `params` with what is left until the deadline as timeout_s."""
     if deadline is None:
         return params
     timeout_s = max(0.001, deadline - time.monotonic())
@@ -165,7 +165,7 @@ def until(deadline: float | None, params: Params) -> Params:
 
 
 def finish_reason(output: RequestOutput) -> str | None:
-    """The last finish reason in this output; with n > 1 each completion has its own."""
+    """Returns the last finish reason in this output. With n > 1 each completion has its own."""
     return next(
         (
             completion.finish_reason
@@ -177,8 +177,8 @@ def finish_reason(output: RequestOutput) -> str | None:
 
 
 def failure(output: AnyOutput, names: dict[str, str]) -> ApiError:
-    """The error of a request that the engine ended: a user error with the parameter's name, or an
-    internal error.
+    """Returns the error of a request that the engine ended: a user error with the parameter's name,
+    or an internal error.
     """
     if output.error == QUARANTINED:
         return ApiError(500, ENGINE_CRASH, code="engine_crash", cause=output.error)
@@ -192,7 +192,7 @@ def failure(output: AnyOutput, names: dict[str, str]) -> ApiError:
 async def merged(
     runs: list[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yields (index of the run, output) of several concurrent runs as they arrive; the first
+    """Yields (index of the run, output) of several concurrent runs as they arrive. The first
     failure ends all of them.
     """
     if len(runs) == 1:

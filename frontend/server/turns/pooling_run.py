@@ -28,7 +28,7 @@ from .tokenizing import check_num_characters
 if TYPE_CHECKING:
     from ..admission import Slot
 
-# Characters and texts that are tokenized at once, which takes about one millisecond.
+# So many characters and texts are tokenized at once, which takes about one millisecond.
 SHORT_CHARACTERS, SHORT_BATCH = 4000, 32
 SLICE_CHARACTERS, SLICE_TEXTS = 500_000, 256  # that are tokenized in one turn
 BATCHES_AT_ONCE = 4  # large batches that the engine may hold
@@ -38,8 +38,8 @@ BATCHES_AT_ONCE = 4  # large batches that the engine may hold
 class PoolingJob:
     """What one call asks of its texts.
 
-    `names`: the engine's parameters -> the body's fields, for errors; `prompt` is the field of the
-    texts.
+    `names` maps the engine's parameters to the body's fields, for errors; `prompt` is the field of
+    the texts.
     """
 
     prefix: str  # of the request's id
@@ -51,7 +51,9 @@ class PoolingJob:
 
 
 def pooling_of(state: ServerState, tasks: Sequence[str], model: str | None) -> Pooling:
-    """How the model pools, which must have one of the tasks. Raises ApiError that names `model`."""
+    """Returns how the model pools, which must have one of the tasks. Raises ApiError that names
+    `model`.
+    """
     engine, name = state.ready_engine(), state.check_base(model)
     config = engine.config.model_config
     pooling = config.pooling
@@ -69,7 +71,7 @@ def pooling_of(state: ServerState, tasks: Sequence[str], model: str | None) -> P
 async def run_pooling(
     state: ServerState, call: HttpCall, job: PoolingJob
 ) -> list[PoolingRequestOutput]:
-    """The outputs of the texts, in their order; each has a result.
+    """Returns the outputs of the texts, in their order. Each text has a result.
 
     If it is cancelled, all requests are aborted. Raises ApiError.
     """
@@ -96,7 +98,7 @@ async def run_pooling(
             raise refused(error.parameter, error.problem, job.names) from None
         finally:
             if metrics:
-                # without outputs, the client has disconnected
+                # Without outputs, the client has disconnected.
                 reason = "error" if engine.errored else "abort"
                 reasons = [output.finish_reason for output in outputs] or [reason] * len(metrics)
                 queued_s = slot.queued_s if slot is not None else 0.0
@@ -109,7 +111,7 @@ async def run_pooling(
 async def _processed(
     state: ServerState, call: HttpCall, job: PoolingJob, request_id: str
 ) -> list[ProcessedRequest]:
-    """The requests of all texts, checked and tokenized."""
+    """Returns the requests of all texts, checked and tokenized."""
     engine, prompts = state.ready_engine(), job.prompts
     params = until(call.deadline, job.params)
     texts = [text for prompt in prompts for text in _texts(prompt)]
@@ -141,7 +143,7 @@ async def _processed(
 
 
 def _slices(prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
-    """Start and end of what is tokenized together."""
+    """Yields start and end of what is tokenized together."""
     found, start, num_characters = [], 0, 0
     for i, prompt in enumerate(prompts):
         length = sum(map(len, _texts(prompt)))
@@ -173,7 +175,7 @@ def _failure(output: PoolingRequestOutput, names: dict[str, str]) -> ApiError:
 
 
 def _together(metrics: list[RequestMetrics]) -> RequestMetrics:
-    """The first and last times of all requests of a call, and its tokens."""
+    """Returns the first and last times of all requests of a call, and its tokens."""
     if len(metrics) == 1:
         return metrics[0]
     last = max(metrics, key=lambda one: one.finished_time or 0.0)

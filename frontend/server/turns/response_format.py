@@ -60,7 +60,7 @@ class ConstraintBody(msgspec.Struct, kw_only=True):
 
 
 def structured_outputs_of(body: ConstraintBody) -> StructuredOutputsParams | None:
-    """The constraint of a body, which may use one of three forms, without options of JSON."""
+    """Returns a body's constraint, which may have one of three forms, without options of JSON."""
     guided = {name: kind for name, kind in GUIDED.items() if getattr(body, name) is not None}
     ways: dict[str, Any] = {
         "response_format": response_format(body.response_format),
@@ -81,7 +81,7 @@ def structured_outputs_of(body: ConstraintBody) -> StructuredOutputsParams | Non
 
 
 def kinds_of(stated: StructuredOutputs | None) -> dict[str, Any] | None:
-    """The constraint in `stated`, without its options of JSON."""
+    """Returns the constraint in `stated`, without its options of JSON."""
     if stated is None:
         return None
     fields = msgspec.structs.asdict(stated)
@@ -92,8 +92,9 @@ def kinds_of(stated: StructuredOutputs | None) -> dict[str, Any] | None:
 class JsonOptions:
     """How JSON is written, in an answer and in its tool calls.
 
-    is_compact: without whitespace. lists_properties: objects of schemas have only the properties
-    that are listed. whitespace_pattern: of an answer; None: the engine's.
+    is_compact means without whitespace. With lists_properties, objects of schemas have only the
+    properties that are listed. whitespace_pattern is that of an answer; None stands for the
+    engine's.
     """
 
     is_compact: bool = False
@@ -101,7 +102,9 @@ class JsonOptions:
     whitespace_pattern: str | None = None
 
     def applied_to(self, params: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-        """`params` with these options, whichever field of the body the constraint comes from."""
+        """Returns `params` with these options, whichever field of the body the constraint comes
+        from.
+        """
         if params is None or (params.json is None and not params.json_object):
             return params
         return msgspec.structs.replace(
@@ -113,8 +116,8 @@ class JsonOptions:
 
 
 def json_options(body: Any, config: ServerConfig) -> JsonOptions:
-    """The options of a body of any API: vLLM's `structured_outputs` first, then fields of its own,
-    then the server's.
+    """Returns the options of a body of any API: vLLM's `structured_outputs` first, then fields of
+    its own, then the server's.
     """
     stated = getattr(body, "structured_outputs", None)
     holders = (stated, body, config)
@@ -132,7 +135,7 @@ def json_options(body: Any, config: ServerConfig) -> JsonOptions:
 
 
 def response_format(wanted: dict[str, Any] | None) -> StructuredOutputsParams | None:
-    """OpenAI's `response_format` object. A schema is enforced whether or not it is `strict`."""
+    """Reads OpenAI's `response_format`. A schema is enforced whether or not it is `strict`."""
     kind = None if wanted is None else wanted.get("type")
     if wanted is None or kind == "text":
         return None
@@ -152,7 +155,7 @@ def response_format(wanted: dict[str, Any] | None) -> StructuredOutputsParams | 
 
 
 def checked_schema(stated: Any, where: str) -> dict[str, Any]:
-    """The schema of OpenAI's {name, schema, strict, description}."""
+    """Returns the schema of OpenAI's {name, schema, strict, description}."""
     if stated is None:
         raise missing(where)
     if not isinstance(stated, dict):

@@ -27,7 +27,7 @@ from .response_format import (
 
 MAX_STOPS = 16  # OpenAI allows 4; other servers allow more
 MAX_LOGPROBS = 20
-# OpenAI's fields that have no effect here, with their neutral values.
+# OpenAI's fields that have no effect here stand with their neutral values.
 IGNORED: dict[str, tuple[Any, ...]] = {
     "user": (),
     "safety_identifier": (),
@@ -42,7 +42,7 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "early_stopping": (False,),
 }
-# Fields for unsupported features, each with its neutral values and the error message.
+# Fields for unsupported features stand with their neutral values and the error message.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "This model generates text only: 'audio' is not supported."),
     "modalities": (
@@ -142,9 +142,9 @@ class SamplingBody(ConstraintBody, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
 
 
-# The fields for which a model's authors recommend values.
+# A model's authors recommend values for these fields.
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# The fields that SamplingParams takes as they are.
+# SamplingParams take these fields as they are.
 SAME = (set(SamplingBody.__struct_fields__) & set(SamplingParams.__struct_fields__)) - {
     "logit_bias",
     "structured_outputs",
@@ -188,7 +188,7 @@ def check_fields(body: SamplingBody, call: HttpCall) -> None:
 
 
 def openai_fields(body: SamplingBody) -> dict[str, Any]:
-    """The fields of a body that `sampling_params` takes."""
+    """Returns the fields of a body that `sampling_params` takes."""
     return {name: getattr(body, name) for name in SAME} | {"logit_bias": body.logit_bias}
 
 
@@ -205,9 +205,9 @@ def sampling_params(
     **overrides: Any,
 ) -> SamplingParams:
     """Builds SamplingParams from the fields of a body under SamplingParams' names, on top of the
-    values that the model's authors recommend; None: the field was not sent.
+    values that the model's authors recommend. None means that the field was not sent.
 
-    `names`: the engine's parameters -> the body's fields; `overrides` come last.
+    `names` maps the engine's parameters to the body's fields. `overrides` come last.
 
     Raises ApiError that names the field, or InvalidParameterError if `names` is None.
     """
@@ -240,7 +240,9 @@ def sampling_params(
 
 
 def field_names(body: SamplingBody) -> dict[str, str]:
-    """The engine's parameters -> the fields of this body that set them, where the names differ."""
+    """Maps the engine's parameters to the fields of this body that set them, where the names
+    differ.
+    """
     if kinds_of(body.structured_outputs) is not None:
         return {}
     guided = next((name for name in GUIDED if getattr(body, name) is not None), "response_format")

@@ -48,7 +48,7 @@ class CompletionLogprobs(msgspec.Struct):
 class TokenWriter:
     """Converts tokens to their text in the API.
 
-    `as_ids`: "token_id:7" in place of text (vLLM's return_tokens_as_token_ids).
+    With `as_ids`, the text is "token_id:7" (vLLM's return_tokens_as_token_ids).
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool = False):
@@ -75,8 +75,8 @@ class TokenWriter:
     # ------------------------------------------------------------ chat
 
     def chat(self, positions: list[PositionLogprobs], num_top: int) -> list[TokenLogprob]:
-        """The sampled token of each position and its `num_top` most probable tokens, the most
-        probable first.
+        """Returns the sampled token of each position and its `num_top` most probable tokens, the
+        most probable first.
         """
         written = []
         for position in positions:
@@ -103,8 +103,8 @@ class TokenWriter:
     def completion(
         self, positions: list[PositionLogprobs], offset: int, *, skips_special: bool
     ) -> tuple[CompletionLogprobs, int]:
-        """Log-probabilities of output tokens that begin `offset` characters into the text, and the
-        offset of the next token.
+        """Returns log-probabilities of output tokens that begin `offset` characters into the text,
+        and the offset of the next token.
 
         top_logprobs contain the sampled token and the most probable ones, up to one more than
         requested, as in OpenAI's API.
@@ -120,7 +120,7 @@ class TokenWriter:
     def prompt(
         self, token_ids: list[int], positions: list[PositionLogprobs | None], text: str
     ) -> CompletionLogprobs:
-        """Log-probabilities of the tokens of an echoed prompt.
+        """Returns log-probabilities of the tokens of an echoed prompt.
 
         Tokens that the tokenizer adds in front, such as BOS, have no length in the text.
         """
@@ -164,8 +164,8 @@ class TokenWriter:
 def prompt_logprobs(
     positions: list[PositionLogprobs | None] | None,
 ) -> list[dict[str, Any] | None] | None:
-    """vLLM's format: one object per prompt token, from token ids to candidates; null for the first
-    token.
+    """Returns vLLM's format: one object per prompt token, from token ids to candidates; null for
+    the first token.
     """
     if positions is None:
         return None

@@ -27,12 +27,13 @@ FORMS = "a string, a list of strings, a list of token ids, or a list of lists of
 LONG_TEXT = 20_000
 SLICE = 500_000  # characters of short texts that are tokenized in one turn
 HUGE_TEXT = 1_000_000  # characters from which the memory is returned to the system
-# The number of characters per token of context that a text may have if it need not fit.
+# A text may have so many characters per token of context if it need not fit.
 CHARACTERS_PER_TOKEN = 16
 
 
 def prompts_of(given: Any, name: str, most: int, kind: str = "texts") -> list[str | list[int]]:
-    """The four forms of OpenAI's `prompt` and `input` as a list of texts and lists of token ids.
+    """Converts the four forms of OpenAI's `prompt` and `input` to a list of texts and lists of
+    token ids.
 
     Raises ApiError 400 that names the field, `name`, and what it has, `kind`.
     """
@@ -65,7 +66,7 @@ async def tokenize_all(
     must_fit: bool,
     add_special_tokens: bool = True,
 ) -> list[list[int]]:
-    """Token ids of each text.
+    """Returns the token ids of each text.
 
     Raises ApiError 400 that names `param` for a text that, with `must_fit`, certainly exceeds the
     model's context, or exceeds `max_characters`; 429 when too many requests wait for their turn.
@@ -82,7 +83,7 @@ async def tokenize_all(
             for text in slice_of_texts:
                 check_length(tokenizer, text, param, most)
         try:
-            # encode_batch even for one text: `encode` holds the GIL
+            # encode_batch is used even for one text: `encode` holds the GIL.
             return tokenizer.encode_batch(slice_of_texts, add_special_tokens)
         finally:
             if sum(map(len, slice_of_texts)) > HUGE_TEXT:
@@ -98,7 +99,7 @@ async def tokenize_all(
 
 
 def slices(texts: list[str]) -> Iterator[list[str]]:
-    """All texts in order, in lists of one text or of at most SLICE characters."""
+    """Yields all texts in order, in lists of one text or of at most SLICE characters."""
     some: list[str] = []
     for text in texts:
         if some and sum(map(len, some)) + len(text) > SLICE:

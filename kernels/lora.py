@@ -20,8 +20,8 @@ LORA_BLOCK = 64  # outputs of B that lie together
 
 
 def in_blocks(b: Tensor) -> Tensor:
-    """B [N, rank] -> [ceil(N / LORA_BLOCK), rank, LORA_BLOCK], contiguous: what add_lora reads for
-    some outputs is one piece of memory. Behind the last output are zeros.
+    """B [N, rank] -> [ceil(N / LORA_BLOCK), rank, LORA_BLOCK], contiguous. What add_lora reads for
+    some outputs is then one piece of memory. Zeros follow the last output.
     """
     if missing := -len(b) % LORA_BLOCK:
         b = torch.cat([b, b.new_zeros(missing, b.shape[1])])
@@ -29,7 +29,9 @@ def in_blocks(b: Tensor) -> Tensor:
 
 
 def first_blocks(slices: list[int]) -> list[int]:
-    """The index of each projection's first block, and the number of all: each begins a block."""
+    """Returns the index of each projection's first block, then the number of all blocks. Each
+    projection begins a block.
+    """
     found = [0]
     for size in slices:
         found.append(found[-1] - -size // LORA_BLOCK)

@@ -43,7 +43,7 @@ class Experts:
     down: list[Multiply]  # [n, I] -> [n, H]
     # "silu" and "gelu_tanh" are those of ops.silu_and_mul and ops.gelu_tanh_and_mul
     activation: str | ClampedSwiGLU
-    # values that an implementation derives once for later steps
+    # It holds values that an implementation derives once for later steps.
     scratch: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -89,7 +89,8 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
 def expert_outputs(x: Tensor, expert_ids: Tensor, experts: Experts) -> Tensor:
     """x [T, H], expert_ids [T, K] i32 -> [T, K, H] fp32: what a token's experts return.
 
-    With weighted_sum the two parts of fused_moe, where they are computed in different places.
+    expert_outputs and weighted_sum are the two parts of fused_moe, for where these are computed in
+    different places.
     """
 
 
@@ -104,7 +105,7 @@ def weighted_sum(returned: Tensor, weights: Tensor, dtype: torch.dtype) -> Tenso
 def count_experts(ids: Tensor, slots: Tensor | None, counts: Tensor) -> None:
     """In place: counts [E] i64 += how many of ids [T, K] i32 name each expert; all in [0, E).
 
-    slots [T] i64: a token with a negative slot is not counted. None: all tokens are.
+    slots [T] i64: a token with a negative slot is not counted. If slots is None, all tokens are.
     """
 
 
@@ -113,5 +114,5 @@ def add_gated(x: Tensor, gate: Tensor, out: Tensor) -> None:
     """In place, x and out [T, H], gate [T, 1] fp32: out += sigmoid(gate) * x in fp32, rounded to
     dtype.
 
-    For an expert that all tokens share (Qwen2-MoE).
+    It is for an expert that all tokens share (Qwen2-MoE).
     """

@@ -40,10 +40,10 @@ from .registry import operation
 class AttentionMetadata:
     """Where the tokens and KV-cache blocks of each request are, for one step.
 
-    Built by the model runner, read by all layers. The first `num_decodes` requests have exactly one
-    query token. `seq_lens` includes this step's tokens. Entries of `block_tables` past a request's
-    last block are not read. The lists hold the same values on the host, so that no caller waits for
-    the device.
+    The model runner builds it, and all layers read it. The first `num_decodes` requests have
+    exactly one query token. `seq_lens` includes this step's tokens. Entries of `block_tables` past
+    a request's last block are not read. The lists hold the same values on the host, so that no
+    caller waits for the device.
     """
 
     query_start_loc: Tensor  # [B + 1] i32, prefix sums of query_lens
@@ -53,8 +53,9 @@ class AttentionMetadata:
     num_decodes: int
     query_lens: list[int]  # [B]
     seq_lens_list: list[int]  # [B]
-    # Of each group of layers with block tables of its own, the first group's included: they differ
-    # in block_tables and slot_mapping, which are rows of one tensor each. Empty for one group.
+    # It holds the metadata of each group of layers with block tables of its own, the first group
+    # included. Groups differ in block_tables and slot_mapping, which are rows of one tensor each.
+    # It is empty for one group.
     groups: tuple[AttentionMetadata, ...] = ()
     # [T] i32: the place of each token's LoRA adapter, as in add_lora; None: the model takes none
     adapters: Tensor | None = None
@@ -72,7 +73,9 @@ def make_metadata(
     seq_lens_list: list[int],
     adapters: Tensor | None = None,
 ) -> AttentionMetadata:
-    """The metadata of a model whose groups of layers have these tables, one of each per group."""
+    """Makes the metadata of a model whose groups of layers have these tables, one of each per
+    group.
+    """
 
     groups: tuple[AttentionMetadata, ...] = ()
     if len(block_tables) > 1:
@@ -99,7 +102,7 @@ ABSENT = -(2.0**100)  # the logit of a token that a head does not know
 
 
 def kv_cache_row(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements per token and head in a KV cache of `dtype`.
+    """Returns the number of elements per token and head in a KV cache of `dtype`.
 
     An int8 cache has D numbers and the 4 bytes of a scale (see reshape_and_cache).
     """
@@ -127,14 +130,13 @@ def spread_logits(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
 def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Lays out weight [N, K] and bias [N]; returns a function x [T, K] -> x weight^T + bias [T, N].
 
-    Sums are in fp32. Called once per layer after its weights are filled, to lay them out for the
-    implementation. The returned function may have a method `logits`, which returns [T, N] in fp32
-    without rounding to dtype, and a method `embedding`, the operation of that name with the weight
-    as its table. An implementation that does not keep the weight may have an attribute
-    `from_parts`: the same function of a list of tensors [n, K], which are the weight's N rows in
-    order, and the bias; its result has `embedding`. A layer is then packed directly from a mapped
-    file. `release=` is called with rows of those tensors once they are packed and need not stay in
-    memory.
+    Sums are in fp32. It is called once per layer, after the layer's weights are filled. The
+    returned function may have a method `logits`, which returns [T, N] in fp32 without rounding to
+    dtype, and a method `embedding`, which is the operation of that name with the weight as its
+    table. An implementation that does not keep the weight may have an attribute `from_parts`: the
+    same function of a list of tensors [n, K], which are the weight's N rows in order, and the bias;
+    its result has `embedding`. A layer is then packed directly from a mapped file. `release=` is
+    called with rows of those tensors once they are packed and need not stay in memory.
     """
 
 
@@ -142,7 +144,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tenso
 def pack_quantized_linear(
     weight: Tensor, bias: Tensor | None, bits: int
 ) -> Callable[[Tensor], Tensor]:
-    """As pack_linear, with the weight [N, K] quantized to 8 or 4 bits.
+    """Works as pack_linear, with the weight [N, K] quantized to 8 or 4 bits.
 
     Groups of 256 (8 bits) or 64 (4 bits) along K have one scale each; x is quantized likewise. The
     quantized x is scale * {-127 .. 127}. A 4-bit weight is scale * factor * {-8 .. 7}: one scale
@@ -157,8 +159,8 @@ def pack_quantized_linear(
 def pack_gguf_linear(
     parts: list[Tensor], types: list[str], bias: Tensor | None, dtype: torch.dtype
 ) -> Callable[[Tensor], Tensor]:
-    """As pack_linear, with a weight whose rows are GGUF's blocks: parts [n, bytes] uint8, stacked,
-    each of the type at its place in `types`; bias [N] and results have the dtype.
+    """Works as pack_linear, with a weight whose rows are GGUF's blocks: parts [n, bytes] uint8,
+    stacked, each of the type at its place in `types`; bias [N] and results have the dtype.
 
     The types are Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4, Q4_K, Q5_K and Q6_K, and INT4_32 and
     INT4_128 for int4 weights of other checkpoints. x is quantized as in pack_quantized_linear, but
@@ -175,10 +177,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., H], weight [H] -> [..., H]: x / sqrt(mean(x**2) + eps) over the last dimension, times
     weight.
 
-    Zhang & Sennrich 2019. Normalised in fp32, rounded to the weight's dtype, then multiplied by
-    weight and rounded to x's. The weight has x's dtype (the order of transformers' Qwen2 and
-    Llama), or it is fp32 and only the product is rounded (Gemma, OLMo 2). Used for [T, H] and, for
-    q/k-norm, [T, heads, D].
+    The row is normalised in fp32 and rounded to the weight's dtype, and its product with the weight
+    is rounded to x's (Zhang & Sennrich 2019). The weight has x's dtype (the order of transformers'
+    Qwen2 and Llama), or it is fp32 and only the product is rounded (Gemma, OLMo 2). x is [T, H], or
+    [T, heads, D] for q/k-norm.
     """
 
 
@@ -212,7 +214,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     """x [T, 2 * I] -> [T, I]: gelu(first half) * second half, with GELU's approximation by tanh.
 
-    Hendrycks & Gimpel 2016. The GELU is rounded to dtype before the product.
+    The GELU is rounded to dtype before the product (Hendrycks & Gimpel 2016).
     """
 
 
@@ -220,7 +222,7 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
     """In place, query [T, NQ, D], key [T, NKV, D]: rotates the first R <= D elements of each head.
 
-    Element i is paired with i + R / 2 (NeoX). Su et al. 2021. positions [T] i64, each in [0,
+    Element i is paired with i + R / 2, as in NeoX (Su et al. 2021). positions [T] i64, each in [0,
     max_position); cos_sin_cache [max_position, R] fp32: R / 2 cosines, then R / 2 sines. They are
     rounded to dtype before use, as in transformers.
     """
@@ -261,7 +263,7 @@ def fused_qk_rope_reshape_and_cache(
     key_norm: Tensor | None,
     eps: float,
 ) -> None:
-    """`rms_norm` of each query and key head, `rotary_embedding` and `reshape_and_cache` in one
+    """Does `rms_norm` of each query and key head, `rotary_embedding` and `reshape_and_cache` in one
     pass.
 
     The norms apply where query_norm and key_norm [D] are given (both or neither). Arguments and
@@ -283,8 +285,8 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of query [T, NQ, D] over the cached context -> [T, NQ, D].
 
-    Kwon et al. 2023. key_cache and value_cache [num_blocks, block_size, NKV, kv_cache_row] already
-    hold this step's tokens (reshape_and_cache). Values of another dtype are used as stored: int8
+    key_cache and value_cache [num_blocks, block_size, NKV, kv_cache_row] already hold this step's
+    tokens (reshape_and_cache; Kwon et al. 2023). Values of another dtype are used as stored: int8
     values times their scale, and keys rotated back. NQ is a multiple of NKV: query head h reads KV
     head h // (NQ / NKV). The i-th of a request's q query tokens has position seq_len - q + i and
     sees positions up to its own; with sliding_window w > 0, the last w of these (Beltagy et al.
@@ -332,8 +334,7 @@ def apply_penalties(
 @operation
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """logits [B, V] fp32 -> [B] i64, the lowest index of each row's largest element; [B] bool,
-    whether
-    the row is finite.
+    whether the row is finite.
 
     -inf counts as finite. A row with NaN gives an arbitrary token; other rows are not affected.
     """
@@ -361,10 +362,10 @@ def sample_tokens(
     - top_k: the first top_k; 0, negative or >= V keeps all
     - top_p: the shortest prefix with at least top_p of the remaining mass; >= 1 keeps all
 
-    All three are None if no row is filtered: the same tokens with less work. The draw is
-    Gumbel-max: argmax of logits / temperature + random_gumbel(seed, position, token). It depends
-    only on the row, not on its batch or the step. -inf logits are never sampled. A row with NaN
-    gives an arbitrary token; other rows are not affected.
+    All three are None if no row is filtered, which gives the same tokens with less work. The draw
+    is Gumbel-max, the argmax of logits / temperature + random_gumbel(seed, position, token). It
+    depends only on the row, not on its batch or the step. -inf logits are never sampled. A row with
+    NaN gives an arbitrary token; other rows are not affected.
     """
 
 
@@ -448,8 +449,8 @@ def prepare_step_inputs(
 def gather_sampling_parameters(
     parameters: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The columns of sample_tokens for slots [R] i32: temperature f32, top_k i32, top_p f32, min_p
-    f32, seed i64, each [R].
+    """Returns the columns of sample_tokens for slots [R] i32: temperature f32, top_k i32, top_p
+    f32, min_p f32, seed i64, each [R].
 
     parameters [S, 8] i32 holds the bits of a slot's values in this order, the low word of the seed
     before the high word; two words are unused.
@@ -480,8 +481,8 @@ def append_sampled_tokens(
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """x [T, H], weight and bias [H] -> [T, H]: (x - mean) / sqrt(variance + eps) * weight + bias.
 
-    Ba et al. 2016. The variance is the mean of (x - mean)**2, from a second pass over the row. All
-    of it is in fp32, rounded to dtype once.
+    The variance is the mean of (x - mean)**2, from a second pass over the row. Everything is
+    computed in fp32, and the result is rounded to dtype once (Ba et al. 2016).
     """
 
 
@@ -492,8 +493,9 @@ def fused_add_layer_norm(
     """In place, x and residual [T, H], weight and bias [H]: residual += x, then x =
     layer_norm(residual).
 
-    The sum is rounded to dtype. Where norms come before the layers, `residual` goes on
-    (ModernBERT); where they come after them, x does, and is the next call's `residual` (BERT).
+    The sum is rounded to dtype. Where norms come before the layers, the next layer adds to
+    `residual` (ModernBERT). Where they come after them, it adds to x, which is the next call's
+    `residual` (BERT).
     """
 
 
@@ -502,18 +504,20 @@ def gelu(x: Tensor) -> Tensor:
     """x [T, I] -> [T, I]: x times the normal distribution's cumulative probability of x, which is
     (1 + erf(x / sqrt(2))) / 2.
 
-    Hendrycks & Gimpel 2016. In fp32, rounded to dtype.
+    It is computed in fp32 and rounded to dtype (Hendrycks & Gimpel 2016).
     """
 
 
 @operation
 def gelu_tanh(x: Tensor) -> Tensor:
-    """x [T, I] -> [T, I]: GELU's approximation by tanh. In fp32, rounded to dtype."""
+    """x [T, I] -> [T, I]: GELU's approximation by tanh. It is computed in fp32 and rounded to
+    dtype.
+    """
 
 
 @operation
 def silu(x: Tensor) -> Tensor:
-    """x [T, I] -> [T, I]: x * sigmoid(x). In fp32, rounded to dtype."""
+    """x [T, I] -> [T, I]: x * sigmoid(x). It is computed in fp32 and rounded to dtype."""
 
 
 @operation
@@ -540,13 +544,13 @@ def encoder_attention(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Attention of query [T, NQ, D] in both directions over key and value [T, NKV, D] of the same
-    request -> [T, NQ, D].
+    request -> [T, NQ, D] (Devlin et al. 2018).
 
-    Devlin et al. 2018. Requests are those of metadata.query_start_loc, whole in this step; nothing
-    else of the metadata is read on the device. NQ is a multiple of NKV: query head h reads KV head
-    h // (NQ / NKV). A token sees all tokens of its request or, with window w > 0, those at a
-    distance of at most w (Beltagy et al. 2020). With bias [NQ, 2 * R + 1] fp32, contiguous, bias[h,
-    R + clamp(j - i, -R, R)] is added to the logit of query token i and key token j of head h
-    (Raffel et al. 2020; MPNet). Softmax and sums are in fp32. Tokens of other requests do not
-    affect a request's results, whatever they hold.
+    Requests are those of metadata.query_start_loc, whole in this step; nothing else of the metadata
+    is read on the device. NQ is a multiple of NKV: query head h reads KV head h // (NQ / NKV). A
+    token sees all tokens of its request or, with window w > 0, those at a distance of at most w
+    (Beltagy et al. 2020). With bias [NQ, 2 * R + 1] fp32, contiguous, bias[h, R + clamp(j - i, -R,
+    R)] is added to the logit of query token i and key token j of head h (Raffel et al. 2020;
+    MPNet). Softmax and sums are in fp32. Tokens of other requests do not affect a request's
+    results, whatever they hold.
     """

@@ -33,7 +33,8 @@ _unimported: dict[str, str] = {}  # device -> module that registers more impleme
 class Facts:
     """What a predicate may depend on.
 
-    Sizes are 0 where they are unknown; an implementation that needs one must then decline.
+    A size is 0 where it is unknown, and the predicate of an implementation that needs it must then
+    be false.
     """
 
     device: str  # torch's device type: "cpu", "cuda"
@@ -47,7 +48,7 @@ class Facts:
 
     @property
     def converts_kv(self) -> bool:
-        """Whether keys and values are stored in another dtype than they are computed in."""
+        """Returns whether keys and values are stored in another dtype than they are computed in."""
         return self.kv_cache_dtype not in (None, self.dtype)
 
 
@@ -123,7 +124,9 @@ def operation(contract: Callable) -> Callable:
 
 
 def function(op: str) -> Callable:
-    """What `operation` returned for `op`: the default choice for the arguments of each call."""
+    """Returns what `operation` returned for `op`, which runs the default choice for each call's
+    arguments.
+    """
     _check_op("op", op)
     return _functions[op]
 
@@ -198,7 +201,7 @@ def import_implementations(device: str) -> None:
 
 
 def implementations(op: str) -> tuple[Implementation, ...]:
-    """All implementations of one operation, in order of registration."""
+    """Returns all implementations of one operation, in order of registration."""
     _check_op("op", op)
     return tuple(_implementations[op].values())
 

@@ -31,7 +31,7 @@ def check_operation(
     Results, and arguments that the operation writes, must have the reference's shapes and dtypes
     and be within `atol` + `rtol` times the reference's values; other arguments must stay unchanged.
     `rows` are the places of arguments [T, ...] that hold a row per token: then a token's results
-    must have the same bits when it is computed alone, the rule that makes a request's tokens
+    must have the same bits when it is computed alone. This rule makes a request's tokens
     independent of its batch.
 
     An operation that packs weights returns a function. `packed` has the arguments of that function,
@@ -56,7 +56,7 @@ def check_operation(
 
 
 def _run(function: Callable, call: Sequence[Any]) -> list[tuple[str, Tensor]]:
-    """Runs it on copies of the arguments. Returns its results, then the arguments."""
+    """Runs the function on copies of the arguments. Returns its results, then the arguments."""
     args = [arg.clone() if isinstance(arg, Tensor) else arg for arg in call]
     result = function(*args)
     results = result if isinstance(result, tuple) else () if result is None else (result,)

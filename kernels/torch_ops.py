@@ -4,11 +4,11 @@ torch.compile, torch.export and torch's profiler. Importing this module defines 
 Must not know: what an operation computes, models, requests.
 
 Each runs the default choice for its arguments, as a direct call of the operation does. Where
-torch's schemas do not express arguments or results, another form stands: `linear` and
-`quantized_linear` for pack_linear and pack_quantized_linear, and fused_moe takes the experts'
+torch's schemas do not express arguments or results, the operation has another form: `linear` and
+`quantized_linear` replace pack_linear and pack_quantized_linear, and fused_moe takes the experts'
 stacked weights. They pack a weight at its first use, and keep the result while the weight lives and
 is not changed in place. paged_attention and encoder_attention take the tensors of their metadata.
-pack_gguf_linear is not there: what it packs are blocks of a file, not a tensor that a program of
+pack_gguf_linear is left out, because it packs blocks of a file and not a tensor that a program of
 torch has.
 """
 
@@ -56,7 +56,7 @@ def paged_attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """ops.paged_attention; query_start_loc [B + 1], seq_lens [B] and block_tables [B, W] i32 are
-    those of AttentionMetadata. Reads the lengths on the host.
+    those of AttentionMetadata. It reads the lengths on the host.
     """
     query_lens = query_start_loc.diff().tolist()
     metadata = ops.make_metadata(
@@ -81,8 +81,8 @@ def encoder_attention(
     window: int = 0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """ops.encoder_attention; query_start_loc [B + 1] i32 is that of AttentionMetadata. Reads it on
-    the host.
+    """ops.encoder_attention; query_start_loc [B + 1] i32 is that of AttentionMetadata. It reads
+    query_start_loc on the host.
     """
     lens = query_start_loc.diff()
     metadata = ops.make_metadata(
@@ -118,7 +118,8 @@ def _pack_once(
     found = of_weight.get(kind)
     is_same = found is not None and all(a is b for a, b in zip(found.others, others))
     if found is None or not is_same or found.versions != versions:
-        # an alias: the result may hold what it was made of, and must not keep `weight` alive
+        # The result may hold what it was made of. It gets an alias, so that it does not keep
+        # `weight` alive.
         found = of_weight[kind] = _Packed(versions, others, pack(weight.detach(), *others))
     return found.value
 

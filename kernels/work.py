@@ -1,4 +1,5 @@
-"""What an operation reads, writes and computes, from its sizes: bytes and operations on numbers.
+"""Computes how many bytes an operation moves and how many operations on numbers it does, from its
+sizes.
 
 Must not know: implementations, models, requests.
 
@@ -18,8 +19,8 @@ class Work(NamedTuple):
 
 
 def linear(rows: int, columns_in: int, columns_out: int, in_bytes: int, out_bytes: int) -> Work:
-    """x [rows, columns_in] times a weight [columns_out, columns_in]; bytes of one number of x and
-    of the result.
+    """x [rows, columns_in] times a weight [columns_out, columns_in]. in_bytes and out_bytes are
+    those of one number of x and of the result.
     """
     return Work(
         f"[{rows}, {columns_in}] · [{columns_out}, {columns_in}]ᵀ",
@@ -29,7 +30,9 @@ def linear(rows: int, columns_in: int, columns_out: int, in_bytes: int, out_byte
 
 
 def rows_of(rows: int, size: int, item_bytes: int, reads_and_writes: int) -> Work:
-    """An operation on each of `rows` rows of `size` numbers, which passes over so many of these."""
+    """Returns the work of an operation on `rows` rows of `size` numbers; reads_and_writes counts
+    its passes over them.
+    """
     return Work(f"[{rows}, {size}]", rows * size * item_bytes * reads_and_writes, 0)
 
 

@@ -2,12 +2,12 @@
 
 Must not know: models, requests.
 
-Decode: requests of similar length share one gather and one attention call; there is no loop over
+In decode, requests of similar length share one gather and one attention call; there is no loop over
 requests. The query heads of a KV head become the rows of one small matrix, [requests, NKV, group,
-D], so keys and values are read once. This is about twice as fast as `enable_gqa`. Prefill: one
-request at a time; query heads see the KV heads through a view of stride 0. Sliding window:
-positions before the window of a request's first token are not gathered. Soft-cap and sinks:
-torch's attention has neither, so matrix products compute it.
+D], so keys and values are read once. This is about twice as fast as `enable_gqa`. In prefill, each
+call computes one request, and query heads see the KV heads through a view of stride 0. With a
+sliding window, positions before the window of a request's first token are not gathered. Torch's
+attention has neither soft-cap nor sinks, so matrix products compute them.
 
 The gather works by token, not by block (`index_select` costs the same). A padded position repeats
 the request's own first token, so unwritten slots and slots of other requests are never read. A mask
@@ -30,8 +30,8 @@ from .device import PRIORITY, has_plain_cache
 
 # One more gather and attention call costs about as much as this many tokens of padding.
 CALL_COST_TOKENS = 512
-# Most keys in one bucket of several requests. Keys and values then stay in the cache between gather
-# and attention.
+# The keys in one bucket of several requests take at most so many bytes. Keys and values then stay
+# in the cache between gather and attention.
 GATHER_BYTES = 2**22
 QUERY_TILE = 256  # query tokens per call where a mask is needed; bounds the mask
 
@@ -170,7 +170,7 @@ def _make_bucket(
     block_size: int,
     dtype: torch.dtype,
 ) -> Bucket:
-    """`seen`: how many positions each request of the batch attends to, counted from its last."""
+    """`seen` says how many positions each request attends to, counted from its last."""
     is_everyone = len(rows) == metadata.num_decodes
     index = None if is_everyone else torch.tensor(rows)
     chosen = slice(len(rows)) if index is None else index
@@ -216,8 +216,8 @@ def _attend_by_products(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """As `F.scaled_dot_product_attention` in fp32, with softcap tanh(logit / softcap) for each
-    logit, and with sinks, which broadcast to one more column of logits.
+    """Works as `F.scaled_dot_product_attention` in fp32, with softcap tanh(logit / softcap) for
+    each logit, and with sinks, which broadcast to one more column of logits.
     """
     logits = query.float() @ keys.float().transpose(-1, -2) * (scale / (softcap or 1.0))
     if softcap:

@@ -58,9 +58,7 @@ def encoder_attention(
     window: int = 0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """One call of torch's attention per request or, with a window or a bias, per QUERY_TILE
-    tokens.
-    """
+    """Calls torch's attention per request or, with a window or a bias, per QUERY_TILE tokens."""
     out = torch.empty(query.shape, dtype=query.dtype)
     group_size = query.shape[1] // key.shape[1]
     start = 0
@@ -96,8 +94,8 @@ def encoder_attention(
 def _mask(
     begin: int, end: int, first: int, stop: int, window: int, bias: Tensor | None, query: Tensor
 ) -> Tensor | None:
-    """What is added to the logits of query tokens from `begin` and key tokens from `first` on:
-    [NQ, end - begin, stop - first] or one of all heads.
+    """Returns what is added to the logits of query tokens from `begin` and key tokens from `first`
+    on: [NQ, end - begin, stop - first] or one of all heads.
     """
     if not window and bias is None:
         return None

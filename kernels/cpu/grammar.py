@@ -1,5 +1,5 @@
-"""Grammar masks on the CPU: one table look-up per byte, at the same speed for dense and sparse
-masks.
+"""Applies grammar masks on the CPU with one table look-up per byte, at the same speed for dense and
+sparse masks.
 
 Must not know: where masks come from.
 """

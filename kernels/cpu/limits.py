@@ -23,7 +23,7 @@ PIECE_BYTES = 8 * 2**20
 
 
 def read_bandwidth(num_bytes: int, num_threads: int, seconds: float) -> float:
-    """Best rate in bytes per second at which threads read `num_bytes` repeatedly.
+    """Returns the best rate in bytes per second at which threads read `num_bytes` repeatedly.
 
     Data that fits the caches is read from them, as weights would be. Each thread reads its own
     part, piece by piece: other programs take a core away for longer than a piece takes.
@@ -59,7 +59,9 @@ class Reader:
         self._memory = torch.ones(max(num_bytes // 4, 1), dtype=torch.float32)
 
     def rates(self, count: int) -> list[float]:
-        """Bytes per second of `count` consecutive reads. One read before them is not timed."""
+        """Returns the bytes per second of `count` consecutive reads. One read before them is not
+        timed.
+        """
         return _rates(self._memory.sum, self._memory.nbytes, count)
 
 
@@ -80,8 +82,8 @@ class Multiplier:
 
     @torch.inference_mode()
     def rates(self, count: int) -> list[float]:
-        """Operations per second of `count` consecutive products. One product before them is not
-        timed.
+        """Returns the operations per second of `count` consecutive products. One product before
+        them is not timed.
         """
         return _rates(
             lambda: self._multiply(self._x), 2 * self._x.numel() * self._columns_out, count
@@ -89,7 +91,8 @@ class Multiplier:
 
 
 def gemm_flops(dtype: torch.dtype, seconds: float) -> float:
-    """Operations per second of the fastest matrix product available in `dtype`, which may be int8.
+    """Returns the operations per second of the fastest matrix product available in `dtype`, which
+    may be int8.
 
     Candidates are torch's products and the registry's own, with the current threads.
     """
@@ -97,7 +100,7 @@ def gemm_flops(dtype: torch.dtype, seconds: float) -> float:
 
 
 def quick_gemm_flops(dtype: torch.dtype, seconds: float) -> float:
-    """As gemm_flops, from one small product: within a tenth of a second, and less exact."""
+    """Works as gemm_flops, from one small product, within a tenth of a second and less exactly."""
     shapes = (QUICK_SHAPE,)
     products = list(_int8_products(shapes) if dtype == torch.int8 else _products(dtype, shapes))
     return max(_flops(*product, seconds / len(products)) for product in products)
@@ -113,10 +116,8 @@ def _products(dtype: torch.dtype, shapes: Iterable[tuple[int, int, int]] = GEMM_
     pack_linear = registry.select("cpu", dtype).pack_linear
     emulated = dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     for rows, columns_in, columns_out in shapes:
-        x, weight = (
-            torch.randn(rows, columns_in).to(dtype),
-            torch.randn(columns_out, columns_in).to(dtype),
-        )
+        x = torch.randn(rows, columns_in).to(dtype)
+        weight = torch.randn(columns_out, columns_in).to(dtype)
         yield x, columns_out, pack_linear(weight, None)
         if not emulated:
             yield x, columns_out, lambda x, weight=weight: F.linear(x, weight)
@@ -150,8 +151,8 @@ def _flops(
 
 
 def _rates(function: Callable[[], object], amount: float, count: int) -> list[float]:
-    """`amount` divided by the seconds of each of `count` consecutive runs. One run before is not
-    timed.
+    """Returns `amount` divided by the seconds of each of `count` consecutive runs. One run before
+    is not timed.
     """
     function()
     rates = []
@@ -163,7 +164,7 @@ def _rates(function: Callable[[], object], amount: float, count: int) -> list[fl
 
 
 def _shortest(function: Callable[[], object], seconds: float) -> float:
-    """The shortest of as many runs as fit `seconds`, at least two. The first is not timed."""
+    """Returns the shortest of the runs that fit `seconds`, at least two. The first is not timed."""
     function()
     best, end = float("inf"), time.perf_counter() + seconds
     while best == float("inf") or time.perf_counter() < end:

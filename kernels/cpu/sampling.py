@@ -47,8 +47,8 @@ class Filters(NamedTuple):
 
 @register("argmax", name="cpu", predicate=is_cpu, priority=PRIORITY)
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    # A sum is finite exactly if every term is (finite logits are far from overflowing it): one
-    # pass, one number per row.
+    # A sum is finite exactly if every term is, because finite logits are far from overflowing it.
+    # It takes one pass and one number per row.
     return _argmax(logits), logits.sum(-1).isfinite()
 
 
@@ -168,7 +168,8 @@ def _draw(logits: Tensor, num_candidates: int, filters: Filters) -> tuple[Tensor
 
 
 def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits of each row: values and ids [R, count], descending, equals by id.
+    """Returns the `count` largest logits of each row: values and ids [R, count], descending, equals
+    by id.
 
     Which of the logits equal to the last one are among them is arbitrary.
     """
@@ -179,8 +180,8 @@ def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @register("gather_logprobs", name="cpu", predicate=is_cpu, priority=PRIORITY)
 def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See the contract. Works on a few rows at a time, so that temporaries stay in the cache and no
-    second [B, V] is allocated.
+    """It works on a few rows at a time, so that temporaries stay in the cache and no second [B, V]
+    is allocated.
 
     Ranks are counted in numpy: torch's sum over booleans takes longer than the logarithms.
     """
@@ -220,18 +221,18 @@ def random_gumbel(seeds: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
 
 
 def _gumbel_at(ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """`random_gumbel` for some tokens only: ids [R, C] -> [R, C] fp32."""
+    """Computes `random_gumbel` for some tokens only: ids [R, C] -> [R, C] fp32."""
     words = _words(ids >> 2, seeds, positions)
     return gumbel_from_words(words.gather(-1, (ids & 3)[..., None]).squeeze(-1))
 
 
 def _words(quads: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The four Philox words of each quad of tokens: quads [R or 1, C], seeds and positions [R] ->
-    [R, C, 4] i64.
+    """Returns the four Philox words of each quad of tokens: quads [R or 1, C], seeds and positions
+    [R] -> [R, C, 4] i64.
 
-    The reference's rounds in numpy, which is twice as fast as torch here. The words of the counter
-    are kept in pairs, (c0, c2) and (c1, c3). The high bits of the second pair are masked only
-    before a multiplication.
+    It computes the reference's rounds in numpy, which is twice as fast as torch here. The words of
+    the counter are kept in pairs, (c0, c2) and (c1, c3). The high bits of the second pair are
+    masked only before a multiplication.
     """
     key = seeds.numpy().view(np.uint64)
     counter = positions.numpy().view(np.uint64)

@@ -1,4 +1,4 @@
-"""The specification: every operation in plain torch, on any device.
+"""The reference specifies every operation in plain torch, on any device.
 
 Must not know: speed. Loops are fine here.
 """

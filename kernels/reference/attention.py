@@ -65,15 +65,11 @@ def paged_attention(
         first_position = seq_len - len(q)
         first = max(0, first_position + 1 - sliding_window) if sliding_window else 0
         position = torch.arange(first, seq_len, device=query.device)
-        blocks, offsets = (
-            metadata.block_tables[row].long()[position // block_size],
-            position % block_size,
-        )
+        blocks = metadata.block_tables[row].long()[position // block_size]
+        offsets = position % block_size
         # [seq_len - first, NKV, D]
-        k, v = (
-            load(key_cache, blocks, offsets, is_key=True),
-            load(value_cache, blocks, offsets, is_key=False),
-        )
+        k = load(key_cache, blocks, offsets, is_key=True)
+        v = load(value_cache, blocks, offsets, is_key=False)
         distance = position[-len(q) :, None] - position[None, :]  # [Lq, seq_len - first]
         is_unseen = (distance < 0) | (distance >= (sliding_window or seq_len))
         for head in range(query.shape[1]):

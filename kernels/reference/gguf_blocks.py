@@ -4,10 +4,11 @@ GGML's; INT4_* hold the int4 weights of other quantized checkpoints.
 Must not know: files, speed.
 
 A row is a sequence of blocks. A block of INT4_n is a little-endian word and n numbers as Q4_0 has
-them: the word is a scale in fp32, whose lowest byte is a whole zero in place of its own bits.
+them. The word is a scale in fp32, whose lowest byte holds an integer zero point in place of its own
+bits.
 
-Every formula multiplies, adds and rounds in the order of GGML's own
-code, so that the results are its results bit by bit.
+Every formula multiplies, adds and rounds in the order of GGML's own code, so that the results are
+its results bit by bit.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch import Tensor
 from .gguf_bits import half, in_groups, split, unpack_bits
 from .gguf_codebook_blocks import CODEBOOK_TYPES, FP4, Parts
 
-# Weights that are dequantized at a time. Temporary values stay in the cache, and torch computes
-# tensors below 2**15 in the calling thread: with more, its threads mostly wait for one another.
+# So many weights are dequantized at a time. Temporary values then stay in the cache, and torch
+# computes tensors below 2**15 in the calling thread; with larger ones, its threads mostly wait for
+# one another.
 PIECE = 2**15 - 1
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -37,7 +39,9 @@ class BlockType(NamedTuple):
 
 
 def row_bytes(columns: int, type: str) -> int:
-    """The bytes of a row. Raises ValueError for an unknown type and for a part of a block."""
+    """Returns the number of bytes of a row. Raises ValueError for an unknown type and for a part of
+    a block.
+    """
     block = block_type(type)
     if columns % block.columns:
         raise ValueError(
@@ -119,7 +123,7 @@ def _q2_k(blocks: Tensor) -> Tensor:
 def _q3_k(blocks: Tensor) -> Tensor:
     high, numbers, packed, scale = split(blocks, 32, 64, 12, 2)
     scales = half(scale) * q3_k_scales(packed)
-    # the third bit is stored for x + 4
+    # The third bit is stored for x + 4.
     x = in_groups(unpack_bits(numbers, 2, 32) | unpack_bits(high, 1, 32) << 2, scales) - 4
     return (scales.unsqueeze(-1) * x).flatten(1)
 
@@ -170,7 +174,7 @@ def _look_up(values: Sequence[int], numbers: Tensor) -> Tensor:
 
 
 def iq4_numbers(numbers: Tensor) -> Tensor:
-    """The values that the nibbles of IQ4_NL and IQ4_XS stand for, f32"""
+    """Returns the values that the nibbles of IQ4_NL and IQ4_XS stand for, f32"""
     return _look_up(_IQ4, numbers)
 
 
@@ -205,12 +209,12 @@ def mxfp4_scales(exponent: Tensor) -> Tensor:
 
 
 def fp4_numbers(numbers: Tensor) -> Tensor:
-    """The values that the nibbles of MXFP4 stand for, doubled, f32"""
+    """Returns the values that the nibbles of MXFP4 stand for, doubled, f32"""
     return _look_up(FP4, numbers)
 
 
 def _tq1_0(blocks: Tensor) -> Tensor:
-    """Five ternary digits per byte, the first in the highest place; the last four bytes have
+    """A byte holds five ternary digits, the first in the highest place; the last four bytes hold
     four.
     """
     runs, scale = blocks.split((52, 2), dim=1)

@@ -3,9 +3,9 @@ of weights, and numbers.
 
 Must not know: files, speed, how the three are multiplied.
 
-A number is that of a codebook with a sign of its own, or, in IQ1_*, with an eighth added or taken
-away. The functions return (scale [blocks, 1], factors [blocks, groups], numbers [blocks, columns])
-in fp32; a weight is their product, of which scale and factor are multiplied first.
+A number is that of a codebook with a sign of its own, or, in IQ1_*, with an eighth added or
+subtracted. The functions return (scale [blocks, 1], factors [blocks, groups], numbers [blocks,
+columns]) in fp32; a weight is their product, of which scale and factor are multiplied first.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def iq3_s(blocks: Tensor) -> Parts:
 
 
 def _with_eighths(codes: Tensor, is_less: Tensor) -> Tensor:
-    """codes [blocks, 32], is_less [blocks, n]: whether an eighth is taken away"""
+    """codes [blocks, 32], is_less [blocks, n]: whether an eighth is subtracted"""
     eighths = torch.where(is_less, -EIGHTH, EIGHTH).repeat_interleave(256 // is_less.shape[1], 1)
     return _look_up("IQ1", codes) + eighths
 
@@ -105,7 +105,7 @@ def iq1_m(blocks: Tensor) -> Parts:
 
 
 def nvfp4(blocks: Tensor) -> Parts:
-    """A factor of 8 bits (e4m3 without a sign, halved) for 16 numbers of 4 bits (e2m1, doubled)."""
+    """16 numbers of 4 bits (e2m1, doubled) have a factor of 8 (e4m3 without a sign, halved)."""
     packed, numbers = split(blocks, 4, 32)
     exponent, mantissa = (packed >> 3 & 15).float(), (packed & 7).float()
     normal = (1 + mantissa / 8) * torch.exp2(exponent - 8)

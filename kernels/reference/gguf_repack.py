@@ -1,11 +1,13 @@
-"""Blocks of GGUF's types without kernels as blocks of types that have them (gguf_linear.py).
+"""Converts blocks of GGUF's types without kernels to blocks of types that have them
+(gguf_linear.py).
 
 Must not know: files, speed.
 
-Q3_K and IQ3_S as Q6_K, TQ1_0 and TQ2_0 as Q4_0 are exact, and so are IQ1_S and IQ1_M as Q6_K with
-scales that are fp16 after a division by eight. IQ4_XS, IQ2_XXS and IQ3_XXS as Q8_0 keep the numbers
-and round the scale of each 32 to fp16, by at most 2**-11 of it. Q2_K, IQ2_XS, IQ2_S and NVFP4 as
-Q8_0 round every weight, by at most 1/253 of the largest of its 32.
+The conversions of Q3_K and IQ3_S to Q6_K and of TQ1_0 and TQ2_0 to Q4_0 are exact, and so are those
+of IQ1_S and IQ1_M to Q6_K where the scales are fp16 after a division by eight. IQ4_XS, IQ2_XXS and
+IQ3_XXS keep their numbers as Q8_0, and the scale of each 32 is rounded to fp16, by at most 2**-11
+of it. Q2_K, IQ2_XS, IQ2_S and NVFP4 become Q8_0, and every weight is rounded by at most 1/253 of
+the largest of its 32.
 """
 
 from __future__ import annotations
@@ -66,15 +68,15 @@ def _rounded(type: str) -> Callable[[Tensor], Tensor]:
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    """The same scales of 16; numbers from -4 to 3, which Q6_K stores plus 32."""
+    """The scales of 16 stay the same. The numbers are from -4 to 3; Q6_K stores them plus 32."""
     high, numbers, packed, scale = split(blocks, 32, 64, 12, 2)
     stored = (unpack_bits(numbers, 2, 32) | unpack_bits(high, 1, 32) << 2) + 28
     return _as_q6_k(stored, q3_k_scales(packed), scale)
 
 
 def _as_q6_k(stored: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
-    """stored [blocks, 256] uint8: numbers plus 32; scales [blocks, 16], whole; scale [blocks, 2]:
-    bytes of fp16
+    """stored [blocks, 256] uint8: numbers plus 32; scales [blocks, 16], integers; scale [blocks,
+    2]: bytes of fp16
     """
     halves = stored.unflatten(1, (2, 4, 32))  # of 128: four runs of 32
     low, upper = halves & 15, halves >> 4
@@ -85,7 +87,7 @@ def _as_q6_k(stored: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
 
 def _ternary(type: str) -> Callable[[Tensor], Tensor]:
     def repacked(blocks: Tensor) -> Tensor:
-        """The same scale for eight blocks; numbers from -1 to 1, which Q4_0 stores plus 8."""
+        """Eight blocks have the same scale. Numbers are from -1 to 1; Q4_0 stores them plus 8."""
         scale = blocks[:, -2:]
         one = torch.tensor([1.0]).half().view(torch.uint8)
         unscaled = torch.cat((blocks[:, :-2], one.expand(len(blocks), 2)), 1)
@@ -102,7 +104,7 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
 
 
 def _codes(type: str) -> Callable[[Tensor], Tensor]:
-    """As Q8_0: the numbers stay as they are."""
+    """Converts to Q8_0. The numbers stay as they are."""
     parts = CODEBOOK_TYPES[type][2]
 
     def repacked(blocks: Tensor) -> Tensor:
@@ -113,7 +115,9 @@ def _codes(type: str) -> Callable[[Tensor], Tensor]:
 
 
 def _small_codes(type: str, multiple: int) -> Callable[[Tensor], Tensor]:
-    """As Q6_K: numbers are whole after a multiplication, which the scale makes up for."""
+    """Converts to Q6_K. The numbers are integers after a multiplication, and the scale is divided
+    by the same factor.
+    """
     parts = CODEBOOK_TYPES[type][2]
 
     def repacked(blocks: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 def store(heads: Tensor, cache: Tensor, block: int, offset: int, is_key: bool) -> None:
     """heads [NKV, D] of a token -> its slot of a cache."""
-    # values beyond 448 are clamped to it; NaN stays NaN
+    # Values beyond 448 are clamped to it; NaN stays NaN.
     if cache.dtype == torch.float8_e4m3fn:
         heads = heads.float().clamp(-LARGEST_FP8, LARGEST_FP8).to(cache.dtype)
     if cache.dtype != torch.int8:
@@ -51,7 +51,7 @@ def parts(cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hadamard_size(head_dim: int) -> int:
-    """The largest power of two that divides `head_dim`."""
+    """Returns the largest power of two that divides `head_dim`."""
     return head_dim & -head_dim
 
 
@@ -59,7 +59,7 @@ def hadamard(x: Tensor) -> Tensor:
     """x [..., D] fp32: multiplies each block of hadamard_size(D) by that Hadamard matrix
     (Sylvester's).
 
-    Not normalised; added from the widest stride down.
+    The result is not normalised. Elements are added from the widest stride down.
     """
     stride = hadamard_size(x.shape[-1]) // 2
     while stride:

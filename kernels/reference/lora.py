@@ -1,4 +1,5 @@
-"""LoRA adapters. Row by row, so that a row's bits do not depend on the others.
+"""Specification of LoRA adapters. It computes row by row, so that a row's bits do not depend on the
+others.
 
 Must not know: speed.
 """

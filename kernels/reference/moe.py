@@ -29,7 +29,7 @@ def route_experts(
     top_groups: int,
 ) -> tuple[Tensor, Tensor]:
     scores = {"softmax": lambda: logits.softmax(-1), "sigmoid": logits.sigmoid}[scoring]()
-    # the order of logits is that of scores, but has no ties by rounding
+    # The order of logits is that of scores, but has no ties by rounding.
     choice = scores + bias if bias is not None else logits if num_groups == 1 else scores
     if num_groups > 1:
         groups = choice.unflatten(-1, (num_groups, -1))

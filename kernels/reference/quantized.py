@@ -1,6 +1,5 @@
 """Specification of int8 and int4 linear layers: the integers, scales and summation order of the
-fast
-implementations.
+fast implementations.
 
 Must not know: speed.
 
@@ -22,12 +21,10 @@ LEAST = 1e-30  # a group whose values are all smaller counts as zeros
 
 class QuantizedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None, bits: int):
-        self.bias, self.dtype, self.in_features, self.group = (
-            bias,
-            weight.dtype,
-            weight.shape[1],
-            GROUP[bits],
-        )
+        self.bias = bias
+        self.dtype = weight.dtype
+        self.in_features = weight.shape[1]
+        self.group = GROUP[bits]
         quantize = quantize_int8 if bits == 8 else quantize_int4
         # [N, groups, group] integers, [N, groups]
         self.numbers, self.scales = quantize(in_groups(weight.float(), self.group))
@@ -44,7 +41,7 @@ class QuantizedLinear:
         return total if self.bias is None else total + self.bias.float()
 
     def embedding(self, token_ids: Tensor) -> Tensor:
-        # integers have no -0.0
+        # Integers have no -0.0.
         rows = (self.numbers[token_ids.long()] + 0.0) * self.scales[token_ids.long()].unsqueeze(-1)
         return rows.flatten(1)[:, : self.in_features].to(self.dtype)
 
@@ -65,14 +62,13 @@ def in_groups(x: Tensor, group: int) -> Tensor:
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, groups, group] -> integers in +-127 and scales [rows, groups]; NaN where a group
-    is not
-    finite.
+    """[rows, groups, group] -> integers in +-127 and scales [rows, groups]; NaN where a group is
+    not finite.
     """
     finite, largest = x.isfinite().all(-1), x.abs().amax(-1)
     counts = finite & (largest > LEAST)
     scales = torch.where(counts, largest / 127, 0.0)
-    # `127 / largest` would round twice
+    # `127 / largest` would round twice.
     factors = torch.where(counts, torch.full_like(largest, 127) / largest, 0.0)
     numbers = (x * factors.unsqueeze(-1)).nan_to_num().round().clamp(-127, 127)
     return numbers, torch.where(finite, scales, float("nan"))
@@ -87,26 +83,24 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers in -8 to 7 and a factor in +-15 per half group; searches the group's scale."""
+    """Searches the group's scale. Returns products of integers in -8 to 7 and a factor in +-15 per
+    half group, and scales.
+    """
     finite, halves = weight.isfinite().all(-1), weight.unflatten(-1, (2, -1)).nan_to_num()
     high, low = halves.amax(-1), halves.amin(-1)
     wanted = torch.where(high > -low, high, low) / -8  # maps the weight of largest magnitude to -8
     largest = wanted.abs().amax(-1)
     counts = largest > LEAST
-    best_error, best_scale, best_factors = (
-        torch.full_like(largest, torch.inf),
-        torch.zeros_like(largest),
-        torch.ones_like(wanted),
-    )
+    best_error = torch.full_like(largest, torch.inf)
+    best_scale = torch.zeros_like(largest)
+    best_factors = torch.ones_like(wanted)
     for steps in (15.0, 13.5, 12.0):
         scale = torch.where(counts, (largest / steps).bfloat16().float(), 1.0)
         factors, errors = _find_factors(halves, wanted, scale.unsqueeze(-1))
         error = errors[..., 0] + errors[..., 1]
         better = counts & (error < best_error)
-        best_error, best_scale = (
-            torch.where(better, error, best_error),
-            torch.where(better, scale, best_scale),
-        )
+        best_error = torch.where(better, error, best_error)
+        best_scale = torch.where(better, scale, best_scale)
         best_factors = torch.where(better.unsqueeze(-1), factors, best_factors)
     step = best_scale.unsqueeze(-1) * best_factors
     numbers = (halves * torch.where(step == 0, 0.0, 1 / step).unsqueeze(-1)).round().clamp(
@@ -116,7 +110,7 @@ def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _find_factors(halves: Tensor, wanted: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The best factor of each half, and its squared error."""
+    """Returns the best factor of each half, and its squared error."""
     best_error, best = torch.full_like(wanted, torch.inf), torch.ones_like(wanted)
     for beside in (-1, 0, 1):
         factor = ((wanted / scale).round() + beside).clamp(-15, 15)

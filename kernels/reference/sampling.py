@@ -29,12 +29,10 @@ def philox4x32(
     k0, k1 = key
     for _ in range(rounds):
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            (product1 >> 32 & WORD) ^ c1 ^ k0,
-            product1 & WORD,
-            (product0 >> 32 & WORD) ^ c3 ^ k1,
-            product0 & WORD,
-        )
+        c0 = (product1 >> 32 & WORD) ^ c1 ^ k0
+        c1 = product1 & WORD
+        c2 = (product0 >> 32 & WORD) ^ c3 ^ k1
+        c3 = product0 & WORD
         k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
     return c0, c1, c2, c3
 
@@ -112,7 +110,7 @@ def sample_tokens(
 def keep_tokens(
     scaled: Tensor, order: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """Which tokens of one row the filters keep.
+    """Returns which tokens of one row the filters keep.
 
     scaled [V] fp32: logits / temperature, largest 0; order [V]; filters []. Sums are in fp64.
     """

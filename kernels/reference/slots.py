@@ -42,13 +42,11 @@ def prepare_step_inputs(
         seq_lens[row], block_tables[row, :num_blocks] = length, block_table[slot, :num_blocks]
     padding = slice(len(slots), len(seq_lens))
     if len(seq_lens) > len(slots):
-        (
-            token_ids[padding],
-            positions[padding],
-            slot_mapping[padding],
-            seq_lens[padding],
-            block_tables[padding, 0],
-        ) = 0, 0, -1, 1, 0
+        token_ids[padding] = 0
+        positions[padding] = 0
+        slot_mapping[padding] = -1
+        seq_lens[padding] = 1
+        block_tables[padding, 0] = 0
 
 
 @register("gather_sampling_parameters", name="reference", priority=0)

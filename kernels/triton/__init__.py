@@ -2,11 +2,11 @@
 
 Must not know: models, requests.
 
-Imported when operations for "cuda" are first selected (registry.select), so a CPU process does not
-pay for the import. Where Triton is not installed nothing is registered and the reference runs. No
-wrapper waits for the device or reads a tensor's contents, and grids depend on shapes alone, so
-every launch can be recorded in a CUDA graph. tests/kernels/triton/ checks the kernels without a
-GPU.
+It is imported when operations for "cuda" are first selected (registry.select), so a CPU process
+does not pay for the import. Where Triton is not installed nothing is registered and the reference
+runs. No wrapper waits for the device or reads a tensor's contents, and grids depend on shapes
+alone, so every launch can be recorded in a CUDA graph. tests/kernels/triton/ checks the kernels
+without a GPU.
 """
 
 from importlib.util import find_spec

@@ -22,7 +22,8 @@ from .attention_prefill import prefill_kernel
 from .device import PRIORITY, architecture, num_multiprocessors, reads_cache
 
 MAX_HEAD_DIM = 256
-# per decode step: enough to balance requests of different lengths and to keep loads in flight
+# A decode step has enough programs to balance requests of different lengths and to keep loads in
+# flight.
 PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
@@ -94,7 +95,7 @@ def attend(
 
     Caches in float8_e4m3fn (sm_89 or newer) hold keys and values divided by key_scale and
     value_scale. softcap c > 0 replaces a logit x by c tanh(x / c). num_programs is the number of
-    programs per decode and KV head; None: chosen to fill the GPU.
+    programs per decode and KV head; if it is None, it is chosen to fill the GPU.
     """
     if min(scale, key_scale, value_scale) <= 0:
         raise ValueError(
@@ -112,7 +113,7 @@ def attend(
     out = query.new_empty(query.shape)
     cache = _cache_arguments(key_cache, value_cache)
     options = {"WINDOW": sliding_window, "SOFTCAP": float(softcap), **_layout(query, key_cache)}
-    # fused multiply-adds are explicit: the same bits in every kernel that inlines them
+    # Fused multiply-adds are explicit, so that every kernel that inlines them gives the same bits.
     options["enable_fp_fusion"] = False
     options["SINKS"] = sinks is not None
     cache["sinks"] = query if sinks is None else sinks  # without SINKS it is not read
@@ -251,7 +252,7 @@ def _layout(query: Tensor, key_cache: Tensor) -> dict[str, int]:
 
 
 def decode_shape(group: int, block_d: int, dtype: torch.dtype) -> dict[str, int]:
-    """num_stages: one stage is used for the block-table look-up, so 5 keep two tiles in flight."""
+    """One of the stages is used for the block-table look-up, so 5 keep two tiles in flight."""
     rows = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return {"ROWS": rows, "TILE": 32 if block_d <= 64 else 16, "num_warps": 4, "num_stages": 3}
@@ -259,7 +260,7 @@ def decode_shape(group: int, block_d: int, dtype: torch.dtype) -> dict[str, int]
 
 
 def prefill_shape(group: int, block_d: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
-    """At least 64 rows, with 4 warps per 64 rows, as wgmma requires.
+    """A tile has at least 64 rows, with 4 warps per 64 rows, as wgmma requires.
 
     Before Hopper, a tile of 64 keys of 128 elements does not fit the registers.
     """
@@ -291,7 +292,8 @@ def _states_once(
     block_d: int,
     num_programs: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Buffers for the states of programs that share a request, and counters, which start at 0.
+    """Returns buffers for the states of programs that share a request, and counters, which start at
+    0.
 
     Each layer's launch resets the counters to 0. A CUDA graph capture allocates its own buffers:
     those of the preceding run are freed with its metadata, and every replay must start from zeros.
@@ -299,7 +301,7 @@ def _states_once(
     is_captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
     key = ("triton decode", query.shape[1], num_kv_heads, block_d, num_programs > 1, is_captured)
     if key not in metadata.scratch:
-        # otherwise the kernel takes the pointers but does not access them
+        # Otherwise the kernel takes the pointers but does not access them.
         is_shared = num_programs > 1
         places = (num_requests, query.shape[1], MAX_PIECES) if is_shared else (1,)
         scalars, sums = (

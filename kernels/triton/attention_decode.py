@@ -15,15 +15,16 @@ depend neither on the batch nor on the GPU's size.
     program 2              |           | 6   7
     last to end  fold(0..2), 3, 4, 5, 6, 7 -> out
 
-A counter per request and KV head identifies the program that ends last, which resets it to 0.
-Memory order: a program stores its states, then passes a barrier of its threads, then one thread
-does an atomic add with acquire-release semantics at GPU scope. The last program loads the states
-after its own atomic add and another barrier. PTX's memory model guarantees visibility, because a
-release covers the writes that its thread observed through a barrier; CUDA's cooperative groups
-build their grid barrier the same way. Checked: results in Triton's interpreter, which runs programs
-one after another, and the order of barrier, atomic and loads in the compiled code. Not checked:
-execution on a GPU, and a race detector. With one_launch=False a second kernel merges the states
-without this synchronisation, and the bits are the same.
+A counter per request and KV head identifies the program that ends last, which resets it to 0. The
+order of memory accesses is this: a program stores its states, then passes a barrier of its threads,
+then one thread does an atomic add with acquire-release semantics at GPU scope. The last program
+loads the states after its own atomic add and another barrier. PTX's memory model guarantees
+visibility, because a release covers the writes that its thread observed through a barrier; CUDA's
+cooperative groups build their grid barrier the same way. Tests check the results in Triton's
+interpreter, which runs programs one after another, and the order of barrier, atomic and loads in
+the compiled code. Neither execution on a GPU nor a race detector has checked it. With
+one_launch=False a second kernel merges the states without this synchronisation, and the bits are
+the same.
 """
 
 import triton
@@ -41,8 +42,8 @@ from .attention_tile import (
 )
 
 MAX_PIECES = 32
-# tiles per piece. More would leave a GPU idle at batch size 1; fewer would cost more time in
-# storing states than they save.
+# A piece has at least so many tiles. More would leave a GPU idle at batch size 1; fewer would cost
+# more time in storing states than they save.
 MIN_TILES = 2
 
 
@@ -163,7 +164,7 @@ def decode_kernel(
     begin, first_tile, num_tiles, piece_tiles, num_pieces, share = _cut(
         length, num_programs, TILE, MIN_TILES, MAX_PIECES, WINDOW
     )
-    # a request without visible keys has one program, which stores zeros
+    # A request without visible keys has one program, which stores zeros.
     num_sharing = tl.maximum(tl.cdiv(num_pieces, share), 1)
     if program >= num_sharing:
         return

@@ -72,10 +72,8 @@ def _attend(
             TILE,
             MASKED,
         )
-        key_ptrs, value_ptrs = (
-            key_ptr + key_slots[None, :] + columns[:, None],
-            value_ptr + value_slots[:, None] + columns[None, :],
-        )
+        key_ptrs = key_ptr + key_slots[None, :] + columns[:, None]
+        value_ptrs = value_ptr + value_slots[:, None] + columns[None, :]
         if MASKED:
             in_head = columns < HEAD_DIM
             keys = tl.load(key_ptrs, mask=in_context[None, :] & in_head[:, None], other=0.0)
@@ -139,11 +137,9 @@ def prefill_kernel(
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     request, first_token = tl.load(work_ptr + 2 * item), tl.load(work_ptr + 2 * item + 1)
-    start, end, length = (
-        tl.load(starts_ptr + request),
-        tl.load(starts_ptr + request + 1),
-        tl.load(lengths_ptr + request),
-    )
+    start = tl.load(starts_ptr + request)
+    end = tl.load(starts_ptr + request + 1)
+    length = tl.load(lengths_ptr + request)
 
     BLOCK_TOKENS: tl.constexpr = ROWS // GROUP
     rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # the hardware's exponential has base 2
-# the maximum of an empty set of logits: finite, so that subtracting it from itself gives 0
+# This is the maximum of an empty set of logits. It is finite, so that subtracting it from itself
+# gives 0.
 NOTHING = tl.constexpr(-1e30)
 
 
@@ -52,7 +53,7 @@ def capped(scores, scale, SOFTCAP: tl.constexpr):
     """-> (scores, factor), whose product is the logits in base 2.
 
     A soft-cap c replaces a logit x by c tanh(x / c). tanh is computed as 1 - 2 / (exp(2 x / c) +
-    1): exact at both ends, within 1e-7 c in between.
+    1), which is exact at both ends and within 1e-7 c in between.
     """
     if SOFTCAP == 0.0:
         factor = scale * LOG2_E

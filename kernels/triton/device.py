@@ -13,9 +13,9 @@ from ..registry import Facts
 
 PRIORITY = 20
 
-# Elements that a program of 4 warps moves at once: 8 per thread, in bf16 one load of 16 bytes. 16
-# such programs fill an SM's 2048 threads with 32 KiB in flight, 4.3 MB on 132 SMs. An H200's 4.8
-# TB/s need 2.9 MB in flight if a load takes 600 ns.
+# A program of 4 warps moves so many elements at once: 8 per thread, which in bf16 is one load of 16
+# bytes. 16 such programs fill an SM's 2048 threads with 32 KiB in flight, 4.3 MB on 132 SMs. An
+# H200's 4.8 TB/s need 2.9 MB in flight if a load takes 600 ns.
 TILE = 1024
 
 # Disables the contraction of a multiply and an add. The interpreter does not contract, and two
@@ -34,7 +34,7 @@ def reads_cache(facts: Facts) -> bool:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """1 for the interpreter, whose tensors are in host memory."""
+    """Returns 1 for the interpreter, whose tensors are in host memory."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
@@ -43,7 +43,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def architecture() -> int:
-    """The current device's architecture: 80 for sm_80, 90 for sm_90.
+    """Returns the current device's architecture: 80 for sm_80, 90 for sm_90.
 
     The interpreter counts as sm_90.
     """

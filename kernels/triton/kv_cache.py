@@ -117,7 +117,7 @@ WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 @register("copy_blocks", name="triton", predicate=is_cuda, priority=PRIORITY)
 def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor) -> None:
-    """One launch for all layers.
+    """Launches one kernel for all layers.
 
     The kernel itself reads and writes host memory over the bus.
     """
@@ -130,7 +130,7 @@ def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor
     ]
     addresses = [tensor.data_ptr() for tensor in tensors]
     table = torch.cat((torch.tensor(addresses), pairs.flatten()))
-    # None in the interpreter
+    # It is None in the interpreter.
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     if device is not None:
         if not all(tensor.is_cuda or tensor.is_pinned() for tensor in tensors):
@@ -143,7 +143,7 @@ def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor
     alignment = math.gcd(16, block_bytes, *addresses)
     word_bytes = min(8, alignment)
     num_words = block_bytes // word_bytes
-    # up to 16 KiB: few programs saturate the bus
+    # A block has up to 16 KiB, because few programs saturate the bus.
     block = min(2 * TILE, triton.next_power_of_2(num_words))
     grid = (len(pairs), len(sources), triton.cdiv(num_words, block))
     copy_blocks_kernel[grid](

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..registry import register
 from .device import PRIORITY, is_cuda
 
-# pairs per program. Their logits are scattered, so many programs keep more loads in flight.
+# A program handles so many pairs. Their logits are scattered, so many programs keep more loads in
+# flight.
 PAIRS = 256
 WORDS = 128  # words of a bitmask's row per program
 
@@ -28,7 +29,7 @@ def apply_penalties_kernel(
     row_stride,
     PAIRS: tl.constexpr,
 ):
-    """Compiled without fused multiply-adds: each step is rounded as in the reference."""
+    """Fused multiply-adds are disabled, so that each step is rounded as in the reference."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     mask = pair < num_pairs
     logits_ptrs = (

@@ -1,5 +1,5 @@
-"""Log-probabilities in Triton: of the chosen token with its rank, and of the most likely tokens.
-The row is read once.
+"""Computes log-probabilities in Triton, of the chosen token with its rank, and of the most likely
+tokens. The row is read once.
 
 Must not know: models, requests.
 """
@@ -13,8 +13,8 @@ from ..registry import register
 from .device import PRIORITY, is_cuda
 from .order import CHUNK, LOWEST, first_of_row, load_logits, order_of, token_of, value_of
 
-# most likely tokens found one after the other; for more, torch.topk is used, which also sorts only
-# the tokens that it returns
+# At most so many likely tokens are found one after the other. For more, torch.topk is used, which
+# also sorts only the tokens that it returns.
 MOST_BY_TURNS = 32
 
 
@@ -125,12 +125,10 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(num_rows, *shape, dtype=dtype, device=logits.device)
 
-    ids, logprobs, ranks, norms = (
-        empty(torch.int32, k + 1),
-        empty(torch.float32, k + 1),
-        empty(torch.int32),
-        empty(torch.float32, 2),
-    )
+    ids = empty(torch.int32, k + 1)
+    logprobs = empty(torch.float32, k + 1)
+    ranks = empty(torch.int32)
+    norms = empty(torch.float32, 2)
     if not num_rows:
         return ids, logprobs, ranks
     token_ids, turns = token_ids.contiguous(), k if k <= MOST_BY_TURNS else 0

@@ -2,8 +2,8 @@
 
 Must not know: models, requests.
 
-A program computes one row, so that a row's bits do not depend on the others. Programs of rows
-without an adapter end at once: grids depend on shapes alone.
+A program computes one row, so that a row's bits do not depend on the others. Grids depend on shapes
+alone, so programs of rows without an adapter end at once.
 """
 
 import torch
@@ -77,7 +77,7 @@ def lora_token_kernel(
     MAX_RANK: tl.constexpr,
     RANKS: tl.constexpr,
 ):
-    """The same of an embedding, whose x is a token."""
+    """Computes what lora_low_kernel does, for an embedding, whose x is a token."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(adapters_ptr + row).to(tl.int64)
     if place >= 0:

@@ -4,8 +4,8 @@ the experts' products, and their sum.
 Must not know: models, requests.
 
 The tiles are as many as any choice of experts may need, so that grids depend on shapes alone; those
-that are not needed do nothing. A tile has always as many rows, so the bits of a row do not depend
-on the others.
+that are not needed do nothing. Every tile has the same number of rows, so the bits of a row do not
+depend on the others.
 """
 
 from __future__ import annotations
@@ -180,8 +180,9 @@ def align_kernel(
     PAIRS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One program. pairs [num_tiles, ROWS]: the pairs of each tile; it is -1 before, and stays so
-    where a tile has none. experts [num_tiles]: that of each tile, COUNT where it has no pair.
+    """The grid is one program. pairs [num_tiles, ROWS]: the pairs of each tile; it is -1 before,
+    and stays so where a tile has none. experts [num_tiles]: that of each tile, COUNT where it has
+    no pair.
     """
     expert = tl.arange(0, BLOCK)
     lane = tl.arange(0, PAIRS)
@@ -323,7 +324,7 @@ def _gate(activation: str | ClampedSwiGLU) -> tuple[int, float, float]:
 
 
 def _tiles(expert_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The pairs of token and expert in tiles of one expert each: see align_kernel."""
+    """Returns the pairs of token and expert in tiles of one expert each (see align_kernel)."""
     num_pairs = expert_ids.numel()
     num_tiles = min(num_pairs, triton.cdiv(num_pairs, ROWS) + count)
     pairs = torch.full((num_tiles, ROWS), -1, dtype=torch.int32, device=expert_ids.device)

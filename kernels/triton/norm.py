@@ -78,7 +78,7 @@ def fused_add_rms_norm_kernel(
 
 
 def _shape(size: int) -> dict[str, int | bool]:
-    """Rows per program and number of warps.
+    """Returns the rows per program and the number of warps.
 
     Small rows (heads) share a program; a large row has 8 warps with up to four loads in flight
     each.

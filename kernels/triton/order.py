@@ -51,8 +51,8 @@ def value_of(order):
 
 @triton.jit
 def first_of_row(parts_ptr, row, num_chunks, BLOCK: tl.constexpr):
-    """The order of a row's first token. parts [rows, num_chunks] i64: the orders of the chunks'
-    first tokens.
+    """Returns the order of a row's first token. parts [rows, num_chunks] i64: the orders of the
+    chunks' first tokens.
     """
     chunk = tl.arange(0, BLOCK)
     return tl.max(

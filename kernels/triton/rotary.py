@@ -58,10 +58,8 @@ def _rotate(
     is_column = column < HALF
     mask = is_head[:, None] & is_column[None, :]
     x_ptrs = x_ptr + head[:, None] * x_head_stride + column[None, :]
-    first, second = (
-        tl.load(x_ptrs, mask=mask, other=0.0),
-        tl.load(x_ptrs + HALF, mask=mask, other=0.0),
-    )
+    first = tl.load(x_ptrs, mask=mask, other=0.0)
+    second = tl.load(x_ptrs + HALF, mask=mask, other=0.0)
     HAS_REST: tl.constexpr = SIZE > 2 * HALF and (NORM or MOVE)
     if HAS_REST:
         rest_column = 2 * HALF + tl.arange(0, REST_BLOCK)
@@ -233,12 +231,10 @@ def _launch(
     norms: tuple[Tensor | None, Tensor | None],
     eps: float,
 ) -> None:
-    num_heads, num_kv_heads, size, half = (
-        query.shape[1],
-        key.shape[1],
-        query.shape[2],
-        cos_sin_cache.shape[1] // 2,
-    )
+    num_heads = query.shape[1]
+    num_kv_heads = key.shape[1]
+    size = query.shape[2]
+    half = cos_sin_cache.shape[1] // 2
     block = triton.next_power_of_2(half)
     # Each thread has 8 elements of both halves, or 16 bytes in bf16. More heads than exist would
     # leave threads without work.

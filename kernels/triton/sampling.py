@@ -1,5 +1,5 @@
-"""Sampling in Triton: the largest logit, and the draw. It does not sort and does not wait. A row's
-token depends on the row alone.
+"""Sampling in Triton finds the largest logit, and draws. It does not sort and does not wait. A
+row's token depends on the row alone.
 
 Must not know: models, requests, how top_k and top_p are applied.
 """
@@ -116,11 +116,9 @@ def sample_tokens(
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return token_ids
-    temperature, seeds, positions = (
-        temperature.contiguous(),
-        seeds.contiguous(),
-        positions.contiguous(),
-    )
+    temperature = temperature.contiguous()
+    seeds = seeds.contiguous()
+    positions = positions.contiguous()
     parts, finite = first_of_chunks(logits)
     is_filtered = False
     last_kept, least = temperature, temperature  # the kernel does not read them

@@ -24,11 +24,9 @@ NOT_FINITE = tl.constexpr(-1)  # result of a row whose logits are not all finite
 @triton.jit
 def write_runs_kernel(memory_ptr, places_ptr, starts_ptr, values_ptr, BLOCK: tl.constexpr):
     run = tl.program_id(0)
-    place, first, stop = (
-        tl.load(places_ptr + run),
-        tl.load(starts_ptr + run),
-        tl.load(starts_ptr + run + 1),
-    )
+    place = tl.load(places_ptr + run)
+    first = tl.load(starts_ptr + run)
+    stop = tl.load(starts_ptr + run + 1)
     for start in range(first, stop, BLOCK):
         index = start + tl.arange(0, BLOCK)
         mask = index < stop
@@ -150,10 +148,8 @@ def gather_sampling_parameters_kernel(
     tl.store(top_k_ptr + row, tl.load(words + 1, mask=mask), mask=mask)
     tl.store(top_p_ptr + row, tl.load(words + 2, mask=mask).to(tl.float32, bitcast=True), mask=mask)
     tl.store(min_p_ptr + row, tl.load(words + 3, mask=mask).to(tl.float32, bitcast=True), mask=mask)
-    low, high = (
-        tl.load(words + 4, mask=mask).to(tl.int64),
-        tl.load(words + 5, mask=mask).to(tl.int64),
-    )
+    low = tl.load(words + 4, mask=mask).to(tl.int64)
+    high = tl.load(words + 5, mask=mask).to(tl.int64)
     tl.store(seeds_ptr + row, (high << 32) | (low & 0xFFFFFFFF), mask=mask)
 
 
@@ -185,10 +181,8 @@ def append_sampled_tokens_kernel(
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < num_rows
-    slot, position = (
-        tl.load(slots_ptr + row, mask=mask, other=0).to(tl.int64),
-        tl.load(positions_ptr + row, mask=mask, other=0),
-    )
+    slot = tl.load(slots_ptr + row, mask=mask, other=0).to(tl.int64)
+    position = tl.load(positions_ptr + row, mask=mask, other=0)
     token = tl.load(token_ids_ptr + row, mask=mask, other=0).to(tl.int32)
     is_finite = tl.load(is_finite_ptr + row, mask=mask, other=0) != 0
     tl.store(

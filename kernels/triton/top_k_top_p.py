@@ -32,11 +32,11 @@ from .order import CHUNK, HIGHEST, LOWEST, TILE, first_of_row, load_logits, orde
 
 GREEDY_BELOW = tl.constexpr(1e-5)
 LEVELS, PER_UNIT = tl.constexpr(512), tl.constexpr(16)
-# entries per row: tokens of each level, the mass, the number of listed tokens, the number or mass
-# of the tokens before them; the rest is unused
+# A row has these entries: tokens of each level, the mass, the number of listed tokens, the number
+# or mass of the tokens before them. The rest is unused.
 TALLIES = 512 + 16
 MASS, LISTED, BEFORE = tl.constexpr(512), tl.constexpr(513), tl.constexpr(514)
-# with fewer tokens than this the mass fits into 64 bits
+# With fewer tokens than this the mass fits into 64 bits.
 UNIT, MOST_TOKENS = tl.constexpr(2.0**44), 2**19
 CAPACITY = 8192  # listed tokens per row
 MARGIN = tl.constexpr(1e-3)  # allowance for rounding in masses estimated from levels
@@ -44,7 +44,7 @@ MARGIN = tl.constexpr(1e-3)  # allowance for rounding in masses estimated from l
 
 @triton.jit
 def scale(x, largest, temperature):
-    """Rounded as in the reference."""
+    """The result is rounded as in the reference."""
     return tl.div_rn(x - largest, temperature)
 
 
@@ -103,11 +103,9 @@ def tally_kernel(
     min_p keeps, and their mass if top_p determines the last kept token.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
-    temperature, top_k, top_p = (
-        tl.load(temperature_ptr + row),
-        tl.load(top_k_ptr + row),
-        tl.load(top_p_ptr + row),
-    )
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
     if has_last_kept(temperature, top_k, top_p, vocab_size):
         largest = value_of(first_of_row(parts_ptr, row, num_chunks, BLOCK))
         least = least_scaled(tl.load(min_p_ptr + row))
@@ -131,7 +129,7 @@ def tally_kernel(
 
 @triton.jit
 def bounds(tallies_ptr, top_k, top_p, vocab_size):
-    """The first and the last level whose tokens must be listed."""
+    """Returns the first and the last level whose tokens must be listed."""
     level = tl.arange(0, LEVELS)
     counts = tl.load(tallies_ptr + level)
     if has_top_k(top_k, vocab_size):
@@ -145,7 +143,7 @@ def bounds(tallies_ptr, top_k, top_p, vocab_size):
             0.0,
         )
         spared = (1.0 - top_p).to(tl.float64) * tl.load(tallies_ptr + MASS).to(tl.float64) / UNIT
-        # this level and those after it have more mass than top_p leaves out
+        # This level and those after it have more mass than top_p leaves out.
         is_before = tl.cumsum(least, axis=0, reverse=True) > spared * (1 + MARGIN)
         may_be_before = tl.cumsum(most, axis=0, reverse=True) > spared * (1 - MARGIN)
         first = tl.sum((is_before & (level > 0)).to(tl.int32), axis=0)
@@ -177,11 +175,9 @@ def list_kernel(
     to list. The tokens before them are counted for top_k; for top_p their mass is summed.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
-    temperature, top_k, top_p = (
-        tl.load(temperature_ptr + row),
-        tl.load(top_k_ptr + row),
-        tl.load(top_p_ptr + row),
-    )
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
     if has_last_kept(temperature, top_k, top_p, vocab_size):
         largest = value_of(first_of_row(parts_ptr, row, num_chunks, BLOCK))
         least = least_scaled(tl.load(min_p_ptr + row))
@@ -224,11 +220,9 @@ def weigh(at, tokens, scaling, vocab_size, MASSES: tl.constexpr, TILE: tl.conste
     """
     is_listed, size, orders_ptr, masses_ptr, row_ptr = tokens
     largest, temperature, least = scaling
-    total, last, behind = (
-        tl.zeros([TILE], tl.int64),
-        tl.full([TILE], HIGHEST, tl.int64),
-        tl.full([TILE], LOWEST, tl.int64),
-    )
+    total = tl.zeros([TILE], tl.int64)
+    last = tl.full([TILE], HIGHEST, tl.int64)
+    behind = tl.full([TILE], LOWEST, tl.int64)
     for start in range(0, size, TILE):
         place = start + tl.arange(0, TILE)
         if is_listed:
@@ -256,8 +250,8 @@ def weigh(at, tokens, scaling, vocab_size, MASSES: tl.constexpr, TILE: tl.conste
 def search(
     low, high, wanted, tokens, scaling, vocab_size, MASSES: tl.constexpr, TILE: tl.constexpr
 ):
-    """The last token of the shortest prefix that weighs at least `wanted`, searched between the
-    orders low and high. The prefix that ends at low must weigh enough.
+    """Returns the last token of the shortest prefix that weighs at least `wanted`, searched between
+    the orders low and high. The prefix that ends at low must weigh enough.
     """
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up
@@ -295,11 +289,9 @@ def find_last_kept_kernel(
     min_p may keep fewer.
     """
     row = tl.program_id(0)
-    temperature, top_k, top_p = (
-        tl.load(temperature_ptr + row),
-        tl.load(top_k_ptr + row).to(tl.int64),
-        tl.load(top_p_ptr + row),
-    )
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row).to(tl.int64)
+    top_p = tl.load(top_p_ptr + row)
     last = tl.full([], LOWEST, tl.int64)
     if has_last_kept(temperature, top_k, top_p, vocab_size):
         least = least_scaled(tl.load(min_p_ptr + row))

@@ -26,7 +26,9 @@ _text = re.sub(r"//.*", "", "\n".join((_SOURCES / name).read_text() for name in 
 
 
 def _fields(body: str) -> list[tuple[str, type]]:
-    """The fields that the body of a struct declares. Raises ValueError for what it cannot read."""
+    """Returns the fields that the body of a struct declares. Raises ValueError for what it cannot
+    read.
+    """
     fields = []
     for declaration in filter(None, map(str.strip, body.split(";"))):
         parts = re.fullmatch(r"(?:const )?(\w+)\s*(\**)\s+?(\w.*)", declaration, re.DOTALL)
@@ -43,7 +45,7 @@ def _fields(body: str) -> list[tuple[str, type]]:
 
 
 def _enum(name: str) -> dict[str, int]:
-    """The members of an enumeration. A member without a value follows the one before it."""
+    """Returns the members of an enumeration. A member without a value follows the one before it."""
     found = re.search(rf"enum {name} : \w+ \{{(.*?)\}};", _text, re.DOTALL)
     assert found is not None, name
     members: dict[str, int] = {}
@@ -93,11 +95,11 @@ class Struct(Structure):
 
     @classmethod
     def zeros(cls) -> Any:
-        """A struct whose fields are set later."""
+        """Returns a struct whose fields are set later."""
         return cls.__new__(cls)
 
     def values(self) -> dict[str, Any]:
-        """All fields, as the constructor takes them."""
+        """Returns all fields, as the constructor takes them."""
         return {name: getattr(self, name) for name in self.names}
 
     if TYPE_CHECKING:  # the fields
@@ -107,7 +109,7 @@ class Struct(Structure):
 
 
 class Step(Struct):
-    """The inputs of one step. An operation is given those fields that it reads; others are 0."""
+    """The inputs of one step. An operation is given the fields that it reads; others are 0."""
 
     __slots__ = ()
     _fields_ = _structs["Step"][1]
@@ -130,7 +132,7 @@ class Call(Struct):
 
 
 class CallList:
-    """Calls that run one after another. Keeps them alive."""
+    """Calls that run one after another. The list keeps them alive."""
 
     def __init__(self, calls: Iterable[Call]):
         self.calls = list(calls)
@@ -141,7 +143,7 @@ _EPILOGUES = _enum("Epilogue")
 
 
 def is_gated(epilogue: int) -> bool:
-    """Whether a linear layer with the epilogue has half as many results as outputs."""
+    """Returns whether a linear layer with the epilogue has half as many results as outputs."""
     return _EPILOGUES["GATED"] <= epilogue <= _EPILOGUES["GATED_GELU"]
 
 

@@ -100,7 +100,9 @@ def weighted_sum(returned: Tensor, weights: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _tables_of(experts: Experts) -> tuple[_Table, _Table] | None:
-    """As _tables, made once. Without them a program cannot be recorded, which the log says."""
+    """Returns what _tables does, which is made once. Without tables a program cannot be recorded,
+    and the log says so.
+    """
     if "native" not in experts.scratch:
         experts.scratch["native"] = _tables(experts)
     return experts.scratch["native"]
@@ -109,8 +111,8 @@ def _tables_of(experts: Experts) -> tuple[_Table, _Table] | None:
 def _computed(
     x: Tensor, expert_ids: Tensor, experts: Experts, tables: tuple[_Table, _Table]
 ) -> tuple[Tensor, Tensor]:
-    """What the experts return, [places, H] fp32 in the order of experts, and the places [T, K] i32
-    of a token's.
+    """Returns what the experts return, [places, H] fp32 in the order of experts, and the places of
+    each token's experts, [T, K] i32.
     """
     gate_up, down = tables
     x, (num_tokens, top_k), count = as_matrix(x), expert_ids.shape, len(experts.down)
@@ -250,7 +252,7 @@ def _gate(activation: str | ClampedSwiGLU) -> tuple[Epilogue, float, float]:
 
 
 def _tables(experts: Experts) -> tuple[_Table, _Table] | None:
-    """None where the layers are not all alike, or cannot be gated as they are."""
+    """Returns None where the layers are not all alike, or cannot be gated as they are."""
     gate_up, down = _table(experts.gate_up), _table(experts.down)
     can_gate = all(getattr(layer, "can_gate", False) for layer in experts.gate_up)
     return None if gate_up is None or down is None or not can_gate else (gate_up, down)
@@ -270,7 +272,7 @@ def _table(layers: Sequence[Any]) -> _Table | None:
 
 
 def _kind_of(layer: Any) -> _Kind | None:
-    """None for a layer that the library does not multiply as one of many."""
+    """Returns None for a layer that the library does not multiply as one of many."""
     if not isinstance(layer, NativeLinear) or len(layer.parts) != 1:
         return None
     type = layer.parts[0].type
@@ -282,7 +284,7 @@ def _kind_of(layer: Any) -> _Kind | None:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array:
-    """Not a tensor: this may be called while a model is recorded."""
+    """The result is no tensor, because this may be called while a model is recorded."""
     return (ctypes.c_int64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 

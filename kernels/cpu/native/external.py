@@ -1,4 +1,4 @@
-"""Functions of plugins, compiled with include/quire/plugin.h, as native kernels: threads share
+"""Runs functions of plugins, compiled with include/quire/plugin.h, as native kernels: threads share
 their rows, and a model that calls them is recorded like one of built-in kernels.
 
 Must not know: what a function computes, models, requests.
@@ -23,7 +23,9 @@ MAX_TENSORS, MAX_NUMBERS = 8, 4
 
 
 def include_path() -> str:
-    """The folder for the compiler's option -I, so that `#include <quire/plugin.h>` is found."""
+    """Returns the folder for the compiler's option -I, so that `#include <quire/plugin.h>` is
+    found.
+    """
     return str(Path(__file__).parent / "include")
 
 
@@ -31,7 +33,7 @@ class NativeFunction:
     """A `quire_function` of a shared library.
 
     An implementation that uses it is registered with `is_native=True`, allocates its results with
-    `empty`, and computes with nothing else: then a model that calls it is recorded.
+    `empty`, and computes with nothing else. A model that calls it is then recorded.
     """
 
     def __init__(self, library: str | os.PathLike[str], symbol: str):

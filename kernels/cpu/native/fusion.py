@@ -1,4 +1,4 @@
-"""Fuses neighbouring recorded calls into one kernel: fewer barriers and less memory traffic.
+"""Fuses neighbouring recorded calls into one kernel, which saves barriers and memory traffic.
 
 Must not know: tensors, models.
 

@@ -38,7 +38,7 @@ class Library:
         self._dll.quire_run_timed.argtypes = address, number, address, address, number
         self._dll.quire_pack_linear.argtypes = address, count, number, count, count, address
         self._dll.quire_pack_blocks.argtypes = address, count, count, address, address, address
-        # those that this processor can run
+        # isas are those that this processor can run.
         self.isas = tuple(isa for isa in ISAS if self._dll.quire_isa_supported(isa.encode()))
         self.isa: str | None = None
 
@@ -97,8 +97,8 @@ class Library:
     def run_all_timed(
         self, pointers: ctypes.Array, step: Step, times: int, num_threads: int
     ) -> None:
-        """As run_all; writes the times [len(pointers), num_threads, 2] i64 at the address `times`:
-        see quire_run_timed in abi.h.
+        """Works as run_all, and writes the times [len(pointers), num_threads, 2] i64 at the address
+        `times` (see quire_run_timed in abi.h).
         """
         result = self._dll.quire_run_timed(
             ctypes.addressof(pointers),
@@ -186,5 +186,6 @@ def _load(choice: str | None) -> Library | None:
     return loaded
 
 
-# None where _load has logged why: then no native kernel is registered, and nothing else uses it
+# It is None where _load has logged why. No native kernel is registered then, and nothing else uses
+# it.
 library = cast(Library, _load(os.environ.get("QUIRE_NATIVE")))

@@ -81,8 +81,8 @@ class NativeLinear:
         return self._multiply(x, self.dtype, Epilogue.GATED)
 
     def embedding(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, in]: rows of the weight, rounded to dtype. For a weight of one type that has
-        the operation.
+        """[T] -> [T, in]: rows of the weight, rounded to dtype. It is for a weight of one type that
+        has the operation.
         """
         [part] = self.parts
         if token_ids.dtype != torch.int32:
@@ -134,7 +134,7 @@ class NativeLinear:
 
 
 def _scales(part: PackedRows) -> dict[str, Tensor]:
-    """The field of the structs that have scales."""
+    """Returns the field of the structs that have scales."""
     return {} if part.scales is None else {"scales": part.scales}
 
 

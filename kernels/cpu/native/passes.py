@@ -64,7 +64,7 @@ class _Run:
         max_rows = len(largest)
         self.kept = torch.zeros(count, max_rows, dtype=torch.int64)
         self.kept_finite = torch.zeros(count, max_rows, dtype=torch.bool)
-        # used for sampling
+        # These are used for sampling.
         self._drawn, self._positions = torch.zeros(2, max_rows, dtype=torch.int64)
         self._sample = Sample.zeros()
         chosen = self._drawn if draws else largest

@@ -26,7 +26,7 @@ _NO_STEP = Step()
 
 
 class _Thread(threading.local):
-    # thread-local: another engine may run a step in another thread
+    # It is thread-local, because another engine may run a step in another thread.
     recorder: Recorder | None = None
 
 
@@ -40,9 +40,9 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def num_rows(x: Tensor) -> int:
-    """The `rows` of a call whose operands have as many rows as x."""
+    """Returns the `rows` of a call whose operands have as many rows as x."""
     recorder = _thread.recorder
-    # len() of a tensor is a function in Python
+    # len() of a tensor is a function in Python, and slower.
     return x.shape[0] if recorder is None else recorder.num_rows(x)
 
 
@@ -78,13 +78,13 @@ def run_call(
 
 
 def is_recording() -> bool:
-    """Whether this thread's calls are recorded."""
+    """Returns whether this thread's calls are recorded."""
     return _thread.recorder is not None
 
 
 def part_ids(token_ids: Tensor, first_id: int) -> Tensor:
-    """While a model is recorded: ids for a look-up in a table that begins with `first_id`, and
-    gives zeros for those that it does not have.
+    """Returns, while a model is recorded, ids for a look-up in a table that begins with `first_id`.
+    The look-up gives zeros for ids that the table does not have.
     """
     assert _thread.recorder is not None
     return _thread.recorder.part_ids(token_ids, first_id)
@@ -92,7 +92,7 @@ def part_ids(token_ids: Tensor, first_id: int) -> Tensor:
 
 @contextlib.contextmanager
 def recording(recorder: Recorder, guard: TorchDispatchMode) -> Iterator[None]:
-    """A context in which this thread's calls are recorded."""
+    """Returns a context in which this thread's calls are recorded."""
     _thread.recorder = recorder
     try:
         with guard:

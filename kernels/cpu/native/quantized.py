@@ -48,7 +48,7 @@ class PackedQuantizedLinear(PackedLinear):
         bits: int,
         release: Release | None = None,
     ):
-        """As PackedLinear, for bf16 or fp32 weights."""
+        """Takes what PackedLinear does, for bf16 or fp32 weights."""
         self.bits = bits
         super().__init__(parts, bias, release)
 
@@ -61,8 +61,8 @@ class PackedQuantizedLinear(PackedLinear):
         bias: Tensor | None,
         bits: int,
     ) -> PackedQuantizedLinear:
-        """The layer with `arrays` of an earlier one, whose weight was [out, in] = shape. They are
-        kept and never written to.
+        """Returns the layer with `arrays` of an earlier one, whose weight was [out, in] = shape.
+        They are kept and never written to.
 
         Raises ValueError for arrays of another size.
         """
@@ -77,15 +77,13 @@ class PackedQuantizedLinear(PackedLinear):
 
     @property
     def arrays(self) -> dict[str, Tensor]:
-        """What `from_arrays` takes."""
+        """Returns what `from_arrays` takes."""
         return {"weight": self.weight, "scales": self.scales}
 
     def _array_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        panels, depths, groups = (
-            -(-self.out_features // _PANEL),
-            -(-self.in_features // _DEPTH),
-            -(-self.in_features // _GROUP[self.bits]),
-        )
+        panels = -(-self.out_features // _PANEL)
+        depths = -(-self.in_features // _DEPTH)
+        groups = -(-self.in_features // _GROUP[self.bits])
         numbers = panels, depths, _PANEL * _DEPTH * self.bits // 8
         return numbers, (panels, groups, _SCALE_BYTES[self.bits])
 

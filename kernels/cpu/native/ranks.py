@@ -19,12 +19,12 @@ from .tensors import DTYPES, as_matrix
 
 
 def header_bytes(num_ranks: int) -> int:
-    """Of what the ranks of a group share, before their parts: as in src/abi_ranks.h."""
+    """Returns the size of what precedes the ranks' parts in their memory, as in src/abi_ranks.h."""
     return -(-LINE_BYTES * (1 + num_ranks) // 4096) * 4096
 
 
 def memory_bytes(num_ranks: int, part_floats: int) -> int:
-    """Of what the ranks of a group share."""
+    """Returns the size of what the ranks of a group share."""
     return header_bytes(num_ranks) + 2 * num_ranks * part_floats * 4
 
 

@@ -75,17 +75,17 @@ class Recorder:
         has_adapters: bool = False,
         origin: Callable[[], Any] | None = None,
     ):
-        """`num_groups`: of layers that have block tables of their own; has_token_types: the model
-        takes the type of each token; has_adapters: and its LoRA adapter. origin: says, for traces,
-        where the call that is being recorded comes from.
+        """num_groups: how many groups of layers have block tables of their own. has_token_types:
+        the model takes the type of each token. has_adapters: the model takes the LoRA adapter of
+        each token. origin: says, for traces, where the call that is being recorded comes from.
         """
-        # the number of rows of an operand tells tokens from logits
+        # The number of rows of an operand tells tokens from logits.
         num_logits = limits.num_logits + (limits.num_logits == limits.num_tokens)
         self.limits = limits
         self.calls: list[Call] = []
         self._origin = origin
         self._rows = {limits.num_tokens: ALL_TOKENS, num_logits: ALL_LOGITS}
-        # kept alive so that no address is used twice
+        # The memory is kept alive, so that no address is used twice.
         self._memory: list[mmap.mmap] = []
         # (address, bytes) of every tensor that a call made, ascending
         self.buffers: list[tuple[int, int]] = []
@@ -180,7 +180,7 @@ class Recorder:
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
-        # addresses only: no page is touched
+        # Only addresses are used, and no page is touched.
         memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._memory.append(memory)
         return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes].view(dtype).view(*shape)
@@ -188,7 +188,7 @@ class Recorder:
     # ------------------------------------------------------------ after recording
 
     def operands(self, call: Call) -> list[Operand]:
-        """The recorded tensors of a call. Valid once all calls are recorded."""
+        """Returns the recorded tensors of a call, which are valid once all calls are recorded."""
         return [
             Operand(name, *found)
             for name, address in pointers(call)
@@ -207,14 +207,14 @@ class Guard(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # without this, torch imports its compiler (two seconds, 100 MB), which is never used here
+        # Without this, torch imports its compiler (two seconds, 100 MB), which is never used here.
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **kwargs or {}) if func.is_view else None
-        # operations that usually return views, like reshape, may copy
+        # Operations that usually return views, like reshape, may copy.
         known = {
             _storage(value)
             for value in (*args, *(kwargs or {}).values())
@@ -233,7 +233,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def pointers(struct: Struct) -> list[tuple[str, int]]:
-    """The (field, address) of a call's operands or a step's inputs, without absent ones."""
+    """Returns the (field, address) of a call's operands or a step's inputs, without absent ones."""
     fields = ((name, getattr(struct, name)) for name in struct.pointers)
     return [(name, address) for name, address in fields if address is not None]
 

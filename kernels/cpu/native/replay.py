@@ -74,7 +74,7 @@ class Program:
         """
         calls = self.calls
         operands = [recorder.operands(call) for call in calls]
-        # by buffer; a buffer that fusion made unused takes no space
+        # The key is the buffer. A buffer that fusion made unused takes no space.
         lifetimes: dict[int, Lifetime] = {}
         for time, used in enumerate([*operands, found]):
             for buffer in {operand[-2] for operand in used}:  # results are (buffer, offset)
@@ -83,7 +83,7 @@ class Program:
                 lifetimes[buffer] = Lifetime(num_bytes, first, time)
         places, self.num_bytes = place(list(lifetimes.values()))
         offsets = dict(zip(lifetimes, places))
-        # pages are allocated as steps grow
+        # The system allocates pages as steps grow.
         memory = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         arena = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` alive
         for call, used in zip(calls, operands):
@@ -131,7 +131,7 @@ class Program:
             self.timer.run(calls, step)
 
     def set_timer(self, timer: CallTimer | None) -> None:
-        """From now on, `timer` keeps the time of each call. None: nothing does."""
+        """From now on, `timer` keeps the time of each call. With None nothing does."""
         self.timer = timer
 
     def fill_step(
@@ -142,7 +142,7 @@ class Program:
         logits_indices: Tensor,
         token_types: Tensor | None = None,
     ) -> Step:
-        """Fills in the values that differ between steps. Raises as a call does.
+        """Fills in the values that differ between steps. It raises what __call__ raises.
 
         The result is valid until the next step's, and while these tensors live.
         """
@@ -161,7 +161,7 @@ class Program:
                 f"{[tensor.dtype for tensor in inputs]}"
             )
         limits = self.limits
-        # len() of a tensor is a Python function and slower
+        # len() of a tensor is a Python function and slower.
         counts = token_ids.shape[0], metadata.seq_lens.shape[0], logits_indices.shape[0]
         if counts[0] > limits[0] or counts[1] > limits[1] or counts[2] > limits[2]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Shared by all wrappers: where native kernels apply, and how a tensor becomes an address.
+"""All wrappers share what is here: where native kernels apply, and how a tensor becomes an address.
 
 Must not know: any operation.
 """
@@ -15,7 +15,7 @@ PRIORITY = 15  # above kernels/cpu, below a user's kernel
 
 DTYPES = {torch.bfloat16: BF16, torch.float32: F32}
 CACHE_DTYPES = DTYPES | {torch.int8: INT8}
-# see src/kv_cache.inl; the latter are head_dims of an int8 cache
+# See src/kv_cache.inl. The head_dim of an int8 cache is a multiple of INT8_MULTIPLE.
 MAX_HEAD_DIM, INT8_MULTIPLE = 256, 16
 
 

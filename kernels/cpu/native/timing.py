@@ -1,4 +1,4 @@
-"""Runs a program's calls with the time of each, and says what each call was: for traces.
+"""Runs a program's calls and measures the time of each, and says what each call was, for traces.
 
 Must not know: models, requests, what is done with the times.
 """
@@ -77,13 +77,13 @@ class CallTimer:
         library.run_all_timed(calls.pointers, step, ctypes.addressof(times), self._num_threads)
 
     def take(self) -> list[_Run]:
-        """The runs since the last call, for `timed_calls`."""
+        """Returns the runs since the last call, for `timed_calls`."""
         taken, self._runs = self._runs, []
         return taken
 
 
 def timed_calls(run: _Run) -> Iterator[TimedCall]:
-    """What the calls of a run were, in order."""
+    """Returns what the calls of a run were, in order."""
     pass_number = 0
     query_lens = np.diff(np.frombuffer(run.query_start_loc, np.int32)).tolist()
     first_seq_lens = np.frombuffer(run.seq_lens, np.int32).tolist()
@@ -159,7 +159,7 @@ def work_of(
         ]
         return Work(f"[{rows}, {call.size[0]}]", sum(sizes))
     size = getattr(call, "size", 0) * getattr(call, "heads", 1)
-    # SiluAndMul reads two numbers for each that it writes
+    # SiluAndMul reads two numbers for each that it writes.
     passes = {
         **dict.fromkeys((c.SiluAndMul, c.Add, c.AddGated), 3),
         **dict.fromkeys((c.AddRmsNorm, c.AddLayerNorm), 4),
@@ -187,5 +187,5 @@ def _weights(call: Call, num_tokens: int) -> list[int]:
 
 
 def _copied(address: int | None, count: int) -> bytes:
-    """`count` numbers of 4 bytes."""
+    """Copies `count` numbers of 4 bytes."""
     return ctypes.string_at(address, 4 * count) if address else b""

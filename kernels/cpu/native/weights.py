@@ -31,7 +31,7 @@ class _Piece:
         """`memory`: a private mapping, one huge page larger than its contents."""
         use_huge_pages(memory)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
-        # unused pages are never touched and take no memory
+        # Unused pages are never touched and take no memory.
         self.start = -whole.data_ptr() % _HUGE_PAGE_BYTES
         self.end = self.start + len(memory) - _HUGE_PAGE_BYTES
         self.memory = weakref.ref(memory)
@@ -42,10 +42,8 @@ class _Piece:
         memory = self.memory()
         if memory is None or self.start + num_bytes > self.end:
             return None
-        taken, self._untaken = (
-            torch.frombuffer(memory, dtype=torch.uint8, offset=self.start, count=num_bytes),
-            None,
-        )
+        taken = torch.frombuffer(memory, dtype=torch.uint8, offset=self.start, count=num_bytes)
+        self._untaken = None
         self.start += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return taken
 
@@ -57,7 +55,7 @@ class _Piece:
 
 
 class HugePages:
-    """Allocates tensors one behind the other, so that small ones are in huge pages too."""
+    """Allocates tensors one after the other, so that small ones are in huge pages too."""
 
     def __init__(self) -> None:
         self.last: _Piece | None = None
@@ -72,7 +70,7 @@ class HugePages:
             self.last = None
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised memory, 64-byte aligned. Unless it is early memory, it is zeros."""
+        """Returns uninitialised memory, 64-byte aligned. Unless it is early memory, it is zeros."""
         num_bytes = math.prod(shape) * dtype.itemsize
         taken = self.last.take(num_bytes) if self.last is not None else None
         if taken is None:
@@ -95,9 +93,10 @@ _weights = HugePages()
 
 @contextlib.contextmanager
 def early_memory(memory: mmap.mmap | None) -> Iterator[None]:
-    """A context in which weights are placed in `memory` until it is full (see _Piece.__init__).
+    """Returns a context in which weights are placed in `memory` until it is full (see
+    _Piece.__init__).
 
-    None: weights are allocated as usual. Unused pages are released afterwards.
+    With None weights are allocated as usual. Unused pages are released afterwards.
     """
     if memory is None:
         yield

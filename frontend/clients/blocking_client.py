@@ -1,5 +1,5 @@
-"""BlockingClient: a client of an asyncio loop as blocking code sees it. The loop runs in the thread
-of the caller, while a call waits.
+"""BlockingClient shows a client of an asyncio loop to blocking code. The loop runs in the thread of
+the caller while a call waits.
 
 Must not know: what a call does, how the client reaches its engine.
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class BlockingClient(EngineClient):
-    """`client` was made in `loop`; both are used by this object only, which ends them."""
+    """`client` was made in `loop`. Only this object uses both, and it ends them."""
 
     ready = property(attrgetter("client.ready"))  # type: ignore[assignment]
     journal = property(attrgetter("client.journal"))  # type: ignore[assignment]

@@ -31,13 +31,13 @@ NOT_REPLACED = (
 
 
 def replaces_engines(config: EngineConfig) -> bool:
-    """Whether an engine that dies is started again."""
+    """Returns whether an engine that dies is started again."""
     service = config.service_config
     return service.on_engine_death == "restart" and service.engine_restarts > 0
 
 
 def result_of(message: UtilityResult) -> Any:
-    """The result that a utility's answer carries. Raises its exception."""
+    """Returns the result that a utility's answer carries. Raises its exception."""
     if message.failure is not None:
         raise unpack_exception(message.failure, RuntimeError)
     return message.result
@@ -50,7 +50,8 @@ class Restarts:
     by_cause: Counter[str] = field(default_factory=Counter)  # a signal, "exit" or "daemon"
     num_resumed: int = 0  # requests that continued on another engine
     num_quarantined: int = 0  # requests that ended because engines died of them
-    # Seconds from a death to the next output of each resumed request: the last of them.
+    # These are seconds from a death to the next output of a resumed request. last_gap_s is the last
+    # of them.
     last_gap_s: float | None = None
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
 
@@ -58,14 +59,15 @@ class Restarts:
 class EngineClient(ABC):
     """An engine as the frontend sees it.
 
-    Every implementation produces the same outputs, order, errors and utilities.
+    Every implementation produces the same outputs in the same order, the same errors and the same
+    utilities.
 
     A client is for blocking code (get_output, call_utility) or for one asyncio loop (the `_async`
-    methods), and for one thread at a time; the in-process client is for either, until it is used
-    in one way. The other methods never block and work in both modes. When the engine is gone, every
-    method and every waiting call raises EngineDeadError with the cause. A call from a second
-    thread of blocking code, or from a fork of the process, raises EngineUsageError. `shutdown`
-    never raises and may be called twice and by any thread; other calls then end with
+    methods), and for one thread at a time. The in-process client is for either, until it is used in
+    one of the two ways. The other methods never block and work in both modes. When the engine is
+    gone, every method and every waiting call raises EngineDeadError with the cause. A call from a
+    second thread of blocking code, or from a fork of the process, raises EngineUsageError.
+    `shutdown` never raises and may be called twice and by any thread; other calls then end with
     EngineDeadError. In a fork it does nothing.
     """
 
@@ -82,15 +84,19 @@ class EngineClient(ABC):
 
     @property
     def exit_signal(self) -> signal.Signals | None:
-        """The signal that has ended the engine's process, if one did."""
+        """Returns the signal that has ended the engine's process, if one did."""
         return None
 
     def begin_drain(self) -> None:  # noqa: B027
-        """The program ends soon: an engine that dies is replaced only for requests."""
+        """Says that the program ends soon. From then on, an engine that dies is replaced only for
+        requests.
+        """
 
     @property
     def standby_is_ready(self) -> bool | None:
-        """Whether an engine stands by to take the place of a dead one; None: none is wanted."""
+        """Returns whether a standby engine is ready to take the place of a dead one, or None if
+        none is wanted.
+        """
         return None
 
     @abstractmethod
@@ -106,12 +112,12 @@ class EngineClient(ABC):
 
     @abstractmethod
     def pace_outputs(self, rows_per_s: int) -> None:
-        """Lets the engine send the rows of several steps together; see PaceOutputs."""
+        """Lets the engine send the rows of several steps together (see PaceOutputs)."""
 
     def get_output(self) -> EngineCoreOutputs:
         """Blocks until the next outputs arrive.
 
-        May be called only while a request of this client is unfinished.
+        It may be called only while a request of this client is unfinished.
 
         Raises EnginePausedError if none can arrive because this client paused the engine or put it
         to sleep. If another client of a daemon did so, it waits for that client.
@@ -119,8 +125,8 @@ class EngineClient(ABC):
         raise RuntimeError(OF_A_LOOP)
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """As get_output, but waits even if no request is unfinished, so that one task can call it
-        in a loop.
+        """Works as get_output, but waits even if no request is unfinished, so that one task can
+        call it in a loop.
         """
         raise RuntimeError(BLOCKS)
 
@@ -134,8 +140,9 @@ class EngineClient(ABC):
         raise RuntimeError(BLOCKS)
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Calls function(model) of each rank between two steps; the results in rank order. Raises
-        EngineUsageError if the model is in another process: no function is sent there.
+        """Calls function(model) on each rank between two steps and returns the results in rank
+        order. Raises EngineUsageError if the model is in another process, because no function is
+        sent there.
         """
         raise EngineUsageError(
             'apply_model needs engine="inproc" and one rank: no function is sent to another '
@@ -144,16 +151,16 @@ class EngineClient(ABC):
 
     @property
     def num_engines(self) -> int:
-        """The engines behind this client, with engine_index 0, 1, …"""
+        """Returns the number of engines behind this client, whose engine_index is 0, 1, …"""
         return 1
 
     def engines_up(self) -> list[bool]:
-        """Which of them can compute now."""
+        """Returns which of the engines can compute now."""
         return [not self.is_replacing]
 
     async def call_each_async(self, method: str, *args: Any) -> dict[int, Any]:
-        """The results of a utility that only reports, by engine_index, of the engines that can
-        answer.
+        """Returns what a utility that only reports answers, by engine_index, for the engines that
+        can answer.
         """
         return {0: await self.call_utility_async(method, *args)}
 
@@ -167,10 +174,11 @@ class EngineClient(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Disconnects: a child engine exits; a daemon stays and drops this client's requests."""
+        """Disconnects. A child engine exits; a daemon stays and drops this client's requests."""
 
     async def shutdown_async(self) -> None:
-        """As shutdown, without blocking the loop: the engine may take one step to stop.
+        """Works as shutdown, without blocking the loop, because the engine may take one step to
+        stop.
 
         A cancellation is raised when the shutdown is complete.
         """

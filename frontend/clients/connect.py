@@ -41,7 +41,9 @@ class TokenizerLoad:
         self._tokenizer: Future[Tokenizer | None] | None = None
 
     def on_progress(self, stage: str, fraction: float) -> None:
-        """Records a stage of the engine's start. After "start" its configuration is sent."""
+        """Records a stage of the engine's start. Its configuration is sent after the stage
+        "start".
+        """
         if self._tokenizer is None and (stage != "start" or fraction == 1.0):
             self._tokenizer = start_in_thread(lambda: load_tokenizer(self._model_config))
         self._on_progress(stage, fraction)
@@ -93,7 +95,9 @@ async def start_client(
 
 
 def _check(config: EngineConfig, engine: str) -> None:
-    """Raises InvalidParameterError for replicas and a standby that there cannot be."""
+    """Raises InvalidParameterError for replicas or a standby that the configuration does not
+    allow.
+    """
     number = config.device_config.data_parallel_size
     if number > 1 and engine != "process":
         raise InvalidParameterError(
@@ -152,8 +156,8 @@ def connect(args: EngineArgs, engine: str) -> Connected:
 async def connect_async(
     args: EngineArgs, engine: str, on_progress: Report = report_nothing
 ) -> Connected:
-    """As connect, with a client for the running loop, which this does not block; see
-    AsyncLLM.start.
+    """Works as connect, with a client for the running loop, which it does not block (see
+    AsyncLLM.start).
     """
     _check_endpoints(args)
     if engine not in ("inproc", "process"):

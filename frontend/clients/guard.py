@@ -1,4 +1,4 @@
-"""Owner: the process that made a client. Guard: admits one of its threads at a time, until the
+"""Owner is the process that made a client. Guard admits one of its threads at a time, until the
 client is closed.
 
 Must not know: the calls, how a client connects to its engine.
@@ -47,8 +47,8 @@ class Owner:
 class Guard(Owner):
     """Use `with guard:` around every call. Calls of one thread may nest.
 
-    waits: a second thread waits for its turn; otherwise it gets EngineUsageError. In a fork of the
-    owning process every call raises EngineUsageError.
+    With `waits` a second thread waits for its turn; otherwise it gets EngineUsageError. In a fork
+    of the owning process every call raises EngineUsageError.
     """
 
     def __init__(self, *, waits: bool = False):

@@ -46,7 +46,7 @@ class StartCancelled(Exception):
 class LocalEngine:
     """The core, its outputs, and the worker thread if it has been started.
 
-    Holds no reference to the client, so that the client can be garbage-collected.
+    It holds no reference to the client, so that the client can be garbage-collected.
     """
 
     def __init__(self, config: EngineConfig, executor: Any, report: Report | None):
@@ -80,7 +80,7 @@ class LocalEngine:
 
     def step(self) -> None:
         """Runs one step and appends its outputs. If it fails, the engine is dead."""
-        # a grammar is being compiled, or an adapter read, in another thread
+        # Another thread compiles a grammar or reads an adapter.
         if not self.core.has_work():
             self.core.wait()
         try:
@@ -143,8 +143,8 @@ class LocalEngine:
     def wake_thread(self) -> None:
         """Notifies the worker thread of new work for the core.
 
-        Called from any thread. Without a worker thread, the caller's next step finds the work
-        itself.
+        It may be called from any thread. Without a worker thread, the caller's next step finds the
+        work itself.
         """
         if self.thread is not None:
             self.wake()
@@ -163,7 +163,7 @@ class LocalEngine:
         return self.core.has_work() and len(self.outputs) < MAX_QUEUED_OUTPUTS
 
     def _take(self, block: bool) -> None:
-        """Runs what waits in the inbox. `block`: waits for it, until the next deadline of a
+        """Runs what waits in the inbox. With `block` it waits for it, until the next deadline of a
         request.
         """
         deadline = self.core.next_deadline if block else None
@@ -195,7 +195,7 @@ class LocalEngine:
         self.death = self.death or EngineDeadError(cause)
         if self.thread is not None:
             self.wake()
-            # true if the thread dropped the last reference to the client
+            # They are the same if the thread dropped the last reference to the client.
             if self.thread is not threading.current_thread():
                 self.thread.join()
         self._fail_calls()
@@ -228,13 +228,14 @@ class InprocClient(EngineClient):
     ):
         """Makes the engine and waits until it is ready.
 
-        executor: replaces the default executor. report: called with (stage, fraction) during the
-        start; an exception from it cancels the start. journal: of the session; None: a new one.
+        executor: replaces the default executor. report: is called with (stage, fraction) during the
+        start; an exception from it cancels the start. journal: the session's; if it is None, the
+        client makes one.
         """
         self._engine = engine = LocalEngine(config, executor, report)
         self.journal = Journal() if journal is None else journal
         self._guard = Guard()
-        # also runs at exit, for scripts that do not call shutdown
+        # It also runs at exit, for scripts that do not call shutdown.
         self._close = weakref.finalize(self, engine.close)
         self.ready = engine.core.ready
 
@@ -336,7 +337,7 @@ class InprocClient(EngineClient):
                 raise engine.death
             engine.waiter = waiter = asyncio.get_running_loop().create_future()
             try:
-                # checked again: the thread may have looked for a waiter just before
+                # It is checked again, because the thread may have looked for a waiter just before.
                 if not engine.outputs and engine.death is None:
                     await waiter
             finally:
@@ -354,6 +355,6 @@ class InprocClient(EngineClient):
     def shutdown(self) -> None:
         if self._guard.is_in_fork:
             return  # the engine belongs to the parent process
-        # ends a call of another thread after its present step
+        # This ends a call of another thread after its present step.
         self._engine.death = self._engine.death or EngineDeadError(CLOSED)
         self._guard.close(self._close, CLOSED)

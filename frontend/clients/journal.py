@@ -1,5 +1,5 @@
-"""Journal: the unfinished requests of a session, with their output tokens so far. A client that
-replaces a dead engine submits them to the next one.
+"""Journal holds the unfinished requests of a session, with their output tokens so far. A client
+that replaces a dead engine submits them to the next one.
 
 Must not know: text, clients, what a request asks for.
 """
@@ -18,7 +18,9 @@ class Unfinished(Protocol):
     """What a journal needs of a request's state."""
 
     def entries(self) -> list[Entry]:
-        """Of each unfinished completion, from which another engine can continue it."""
+        """Returns an entry for each unfinished completion, from which another engine can continue
+        it.
+        """
         ...
 
 

@@ -1,8 +1,8 @@
-"""MPClient: an engine in a child process, or a daemon shared with other clients.
+"""MPClient is the client of an engine in a child process, or of a daemon shared with other clients.
 
 Must not know: text, torch, core, the purpose of a request.
 
-The event loop watches the output socket and the engine's pidfd. Blocking code has it behind a
+The event loop watches the output socket and the engine's pidfd. Blocking code uses it through a
 BlockingClient.
 """
 
@@ -34,12 +34,12 @@ from .guard import Owner
 from .journal import Journal
 from .watchdog import CHECK_INTERVAL_S, Step, Watchdog
 
-# outputs read ahead of the caller; further ones stay in the socket, which limits the engine
-# (ipc/engine_output.py)
+# At most so many outputs are read ahead of the caller. Further ones stay in the socket, which
+# limits the engine (ipc/engine_output.py).
 MAX_QUEUED_OUTPUTS = 256
 ARRIVAL_S = 0.005  # for what a dead engine has sent and this process not yet read
 CHECK_CALL_ID = 0  # of the watchdog's calls; those of others begin at 1
-# Calls that may take longer than a step.
+# These calls may take longer than a step.
 SLOW_UTILITIES = frozenset({"load_weights", "sleep", "wake_up", "collective_rpc"})
 
 logger = logging.getLogger("quire.client")
@@ -60,8 +60,9 @@ class MPClient(EngineClient):
         journal: Journal | None = None,
         on_wave: Callable[[m.WaveReport], None] = lambda report: None,
     ):
-        """connection, ready: of open_connection. is_shared: to a daemon. journal: of the session;
-        None: a new one. on_wave: called with what an engine that shares experts reports.
+        """connection, ready: what open_connection returns. is_shared: the engine is a daemon.
+        journal: the session's; if it is None, the client makes one. on_wave: is called with what an
+        engine that shares experts reports.
         """
         self._connection = connection
         self.ready = ready
@@ -69,7 +70,7 @@ class MPClient(EngineClient):
         self.journal = Journal() if journal is None else journal
         self._on_wave = on_wave
         self._owner = Owner()
-        # also runs at exit, for scripts that do not call shutdown
+        # It also runs at exit, for scripts that do not call shutdown.
         self._close = weakref.finalize(
             self, connection.close, config.service_config.shutdown_timeout_s
         )
@@ -108,7 +109,7 @@ class MPClient(EngineClient):
         Raises the engine's own exception if it cannot start, and EngineStartError if it dies or
         takes longer than startup_timeout_s. If cancelled, it ends a child before it raises.
 
-        on_progress: called with (stage, fraction) during the start. engine_index: numbers the
+        on_progress: is called with (stage, fraction) during the start. engine_index: numbers the
         engines that one frontend uses at the same time. epoch: numbers the engines that replace
         each other. Every output of an engine started here carries both. command: starts another
         program instead of the engine (see engine_proc.main).
@@ -132,16 +133,18 @@ class MPClient(EngineClient):
 
     @property
     def pidfd(self) -> int:
-        """Readable when the engine is gone."""
+        """Returns a descriptor that is readable when the engine is gone."""
         return self._connection.pidfd
 
     def describe_death(self) -> str:
-        """How a dead engine died, as far as this process can tell."""
+        """Returns how a dead engine died, as far as this process can tell."""
         return self._connection.describe_death()
 
     @property
     def exit_signal(self) -> signal.Signals | None:
-        """The signal that ended a child engine; None if another end, or a daemon's."""
+        """Returns the signal that ended a child engine, or None for a daemon and for an engine that
+        ended in another way.
+        """
         is_dead = not self.is_shared and self._death is None and readable(self.pidfd, timeout_s=0)
         return self._connection.reap() if is_dead else self._connection.exit_signal
 
@@ -199,7 +202,7 @@ class MPClient(EngineClient):
 
     def _read(self, everything: bool = False) -> None:
         """Reads outputs from the socket. Leaves them there while enough are queued and no call
-        waits for a message behind them.
+        waits for a later message.
 
         ZMQ's descriptor becomes readable once per change, and asking for a message resets it, so
         whatever there is must be read here. It must be asked even where no more are wanted;
@@ -244,7 +247,7 @@ class MPClient(EngineClient):
             waiter.set_result(message)
 
     def _on_death(self) -> None:
-        """Called when the engine is gone: reads its last messages, then fails the waiting calls."""
+        """Reads the last messages of an engine that is gone, then fails the waiting calls."""
         if (cause := self._connection.release_reason()) is not None:
             self.was_released = True
             return self._fail_waiters(cause)
@@ -282,13 +285,15 @@ class MPClient(EngineClient):
             self._calls.pop(call_id, None)
 
     def _time_messages(self) -> None:
-        """Times messages until the answer to end_trace; an earlier trace goes on."""
+        """Times messages until the answer to end_trace. An earlier trace continues."""
         if self._message_timer is None:
             self._message_timer = MessageTimer(self._connection.codec)
             self._message_timer.start()
 
     def _result_of(self, method: str, message: m.UtilityResult) -> Any:
-        """Raises its exception. To a trace, the hops of this client's messages are added."""
+        """Returns the message's result or raises its exception. It adds the hops of this client's
+        messages to a trace.
+        """
         result = result_of(message)
         if method != "end_trace" or self._message_timer is None:
             return result
@@ -302,14 +307,17 @@ class MPClient(EngineClient):
             self._watchdog.heard()
 
     def _check_progress(self) -> None:
-        """Asks the engine whether it still finishes steps; ends it if it has not for too long."""
+        """Asks the engine whether it still finishes steps, and ends it if it has not for too
+        long.
+        """
         watchdog, process = self._watchdog, self._connection.process
         assert watchdog is not None and process is not None
-        # outputs that nobody has taken show that their reader is late, not the engine
+        # Outputs that nobody has taken show that their reader is late, not the engine.
         if self._slow_calls or (self._outputs and not self._calls):
             return watchdog.heard()
         if (number := self.num_rejected_peers) != self._num_rejected_peers:
-            # or a message of the engine was changed, and ZMQ reads no more of them
+            # A peer was rejected, or a message of the engine was changed and ZMQ reads no more of
+            # them.
             self._num_rejected_peers = number
             watchdog.doubt()
             self._send_now(m.UtilityCall(CHECK_CALL_ID, m.BEAT))
@@ -333,7 +341,7 @@ class MPClient(EngineClient):
                 )
 
     def _end(self, cause: str) -> None:
-        """Ends a child; a daemon is taken for dead."""
+        """Ends a child. A daemon counts as dead."""
         self.was_hung = True
         if self._connection.process is None:
             return self._fail_waiters(cause)
@@ -349,7 +357,7 @@ class MPClient(EngineClient):
         )
 
     def _on_check_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Checks while there is work; the next message that is sent begins it again."""
+        """Checks while there is work. The next message that is sent starts the checks again."""
         self._check_timer = None
         if self._death is None and (self._calls or self.journal):
             with contextlib.suppress(EngineDeadError):  # which the waiting calls raise
@@ -370,7 +378,7 @@ class MPClient(EngineClient):
                 lambda: (client := this()) and client._on_death(),
             )
         self._check_later(loop)
-        # ZMQ's descriptor reports changes only, not messages that have already arrived
+        # ZMQ's descriptor reports changes only, not messages that have already arrived.
         self._read()
         return loop
 

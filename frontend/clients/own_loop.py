@@ -1,4 +1,4 @@
-"""OwnLoop: an event loop of blocking code, which runs while a call does.
+"""OwnLoop is an event loop of blocking code, which runs while a call does.
 
 Must not know: what the calls are.
 """
@@ -19,19 +19,19 @@ T = TypeVar("T")
 
 
 class OwnLoop:
-    """Works also where the calling thread runs another loop, as in a notebook: its calls then run
-    in a thread of their own. In a fork of the process it does nothing.
+    """It also works where the calling thread runs another loop, as in a notebook. Calls then run in
+    a thread of their own. In a fork of the process it does nothing.
     """
 
     def __init__(self) -> None:
-        # epoll's registrations would be shared with a fork, which could remove them
+        # A fork would share epoll's registrations, and could remove them.
         self._loop = asyncio.SelectorEventLoop(selectors.PollSelector())
         self._task: asyncio.Task | None = None  # of the call in progress
         self._is_cancelled = False
         self._owner = Owner()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Returns its result. Cancels it if an exception comes from outside, such as
+        """Returns the coroutine's result. Cancels it if an exception comes from outside, such as
         KeyboardInterrupt, and lets it end. Raises EngineDeadError after `cancel`.
         """
         if self._loop.is_running() or self._loop.is_closed():
@@ -102,7 +102,7 @@ class OwnLoop:
 
 
 def run_once(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Returns its result, from a loop that exists for this call only."""
+    """Returns the coroutine's result, from a loop that exists for this call only."""
     loop = OwnLoop()
     try:
         return loop.run(coroutine)

@@ -1,4 +1,4 @@
-"""Watchdog: decides when an engine that has work has stopped working.
+"""Watchdog decides when an engine that has work has stopped working.
 
 Must not know: how an engine is asked or ended.
 """
@@ -37,14 +37,14 @@ class Watchdog:
         self._has_shown_stacks = self.is_in_doubt = False
 
     def doubt(self) -> None:
-        """Messages of the engine may no longer arrive. It is asked for one that it sends at once,
-        also during a step.
+        """Notes that messages of the engine may no longer arrive. The engine is asked for one that
+        it sends at once, also during a step.
         """
         if not self.is_in_doubt:
             self.is_in_doubt, self._asked_at = True, self._clock()
 
     def check(self) -> Step:
-        """What to do now."""
+        """Returns what to do now."""
         now = self._clock()
         if self._asked_at is None:
             self._asked_at = now

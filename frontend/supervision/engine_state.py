@@ -1,4 +1,4 @@
-"""EngineState: what a client has set in its engine and the next engine must have too.
+"""EngineState holds what a client has set in its engine and the next engine must have too.
 
 Must not know: how calls reach an engine, requests.
 """
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ...ipc.errors import EngineDeadError, EngineRestartedError
 
-# Utilities that may be called again on the next engine when the first died during the call: they
+# These utilities may be called again on the next engine when the first died during the call. They
 # only report, or setting the same state twice is setting it once.
 REPEATABLE = frozenset(
     {
@@ -38,12 +38,12 @@ REPEATABLE = frozenset(
         "pin_lora",
     }
 )
-# Their failure does not prevent a new engine: adapters' files may be gone.
+# Their failure does not prevent a new engine, because adapters' files may be gone.
 DISPENSABLE = frozenset({"add_lora", "pin_lora"})
 
 
 def check_repeatable(method: str, is_repeated: bool, death: EngineDeadError) -> bool:
-    """Returns that the call is repeated now, or raises EngineRestartedError."""
+    """Returns True, because the call is repeated now, or raises EngineRestartedError."""
     if is_repeated or method not in REPEATABLE:
         raise EngineRestartedError(
             f"the engine died during {method} and was started again; {method} may have had no "
@@ -53,7 +53,9 @@ def check_repeatable(method: str, is_repeated: bool, death: EngineDeadError) -> 
 
 
 class Weights(NamedTuple):
-    """What load_weights has set. A path alone does not tell: its files may change between calls."""
+    """What load_weights has set. A path alone is not enough, because its files may change between
+    calls.
+    """
 
     num_loads: int = 0
     path: str | None = None
@@ -75,7 +77,7 @@ class EngineState:
     pinned_loras: set[int] = field(default_factory=set)
 
     def note(self, method: str, args: tuple) -> None:
-        """A utility has succeeded."""
+        """Notes that a utility has succeeded."""
         if method == "pause":
             self.pause_mode = args[0] if args else "abort"
         elif method == "resume":
@@ -101,8 +103,8 @@ class EngineState:
             self.pinned_loras.add(args[0])
 
     def calls(self, loaded: Weights = NO_WEIGHTS) -> list[tuple[str, Any]]:
-        """The utilities, with their argument, that bring a new engine into this state. `loaded`:
-        weights that it has loaded already.
+        """Returns the utilities, with their argument, that bring a new engine into this state.
+        `loaded` are weights that it has loaded already.
         """
         calls: list[tuple[str, Any]] = []
         if self.weights != loaded and self.weights.path is not None:

@@ -1,4 +1,4 @@
-"""Successors: where the engine comes from that takes the place of a dead one.
+"""Successors makes the engine that takes the place of a dead one.
 
 Must not know: requests, why an engine died, how often it may be replaced.
 """
@@ -19,7 +19,7 @@ from ..clients.mp_client import MPClient
 from .engine_state import NO_WEIGHTS, Weights
 from .standby import Standby
 
-# How often a daemon is looked for that has ended, and how long.
+# After a daemon has ended, another is looked for at this interval, and for so long.
 ATTACH_INTERVAL_S, ATTACH_TIMEOUT_S = 0.1, 30.0
 
 
@@ -30,7 +30,7 @@ class Started(NamedTuple):
 
 class Successors:
     """engine, command: as in MPClient.start; a daemon is not started but attached to again. first:
-    the engine in use. `standby`: if the configuration wants one.
+    the engine in use. There is a `standby` if the configuration wants one.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Successors:
         command: Sequence[str] | None,
         first: EngineClient,
     ):
-        # As in early_engine: half of a start is imports, which need no configuration.
+        # Half of a start is imports, which need no configuration (see early_engine).
         is_own = config.device_config.device == "cpu" and not config.model_config.logits_processors
         self.config = config
         self.address = engine

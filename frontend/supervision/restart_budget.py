@@ -1,4 +1,4 @@
-"""RestartBudget: how often, and how soon, a dead engine may be started again.
+"""RestartBudget decides how often, and how soon, a dead engine may be started again.
 
 Must not know: engines, requests, who waits.
 """
@@ -10,14 +10,14 @@ from collections import deque
 from collections.abc import Callable
 
 PERIOD_S = 600.0
-# Before the first restart, the second in a row without progress, and so on.
+# These precede the first restart, the second in a row without progress, and so on.
 DELAYS_S = (0.0, 1.0, 2.0, 4.0, 8.0)
 
 
 class RestartBudget:
-    """At most `max_restarts` restarts in any PERIOD_S seconds, and as many starts that fail in a
-    row, which may take longer. Restarts between which nothing was computed are delayed more and
-    more.
+    """It allows at most `max_restarts` restarts in any PERIOD_S seconds, and as many starts that
+    fail in a row, which may take longer. Restarts between which nothing was computed are delayed
+    more and more.
     """
 
     def __init__(self, max_restarts: int, clock: Callable[[], float] = time.monotonic):
@@ -27,7 +27,8 @@ class RestartBudget:
         self._num_in_vain = 0  # restarts since the engine last made progress
 
     def take(self, *, is_free: bool = False, num_failed: int = 0) -> float | None:
-        """The seconds to wait before the restart that this call counts; None: it is not allowed.
+        """Returns the seconds to wait before the restart that this call counts, or None if it is
+        not allowed.
 
         is_free: the death told more about which request causes it. Such a restart is always
         allowed, because the number of them is bounded, and not counted. num_failed: starts that
@@ -47,5 +48,5 @@ class RestartBudget:
         return delay_s
 
     def note_progress(self) -> None:
-        """The engine has computed a token since it was started."""
+        """Notes that the engine has computed a token since it was started."""
         self._num_in_vain = 0

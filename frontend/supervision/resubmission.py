@@ -1,5 +1,5 @@
-"""Resubmission: in which order the requests of a dead engine are submitted to the next one, and
-which request is the cause if that one dies too.
+"""Resubmission decides in which order the requests of a dead engine are submitted to the next one,
+and which request is the cause if that one dies too.
 
 Must not know: how an engine is started or called, why it died.
 
@@ -9,7 +9,7 @@ often comes from outside, they are submitted together, which is faster. If the e
 only requests that were in flight at both deaths, and made no progress in between, are suspects. One
 that had no token since is tried alone; several with a few tokens are divided into halves. A suspect
 that was alone in the engine when it died is the cause. The only suspect beside other requests is
-tried alone first: it may only be the one that was submitted last.
+tried alone first, because it may only be the one that was submitted last.
 
 Requests with a grammar come last: an engine may check it first, in a process that it starts, and
 other requests do not wait for this. While its grammar is checked a request is no suspect; the
@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from ...ipc.messages import EngineCoreOutputs, EngineCoreRequest
 from ..clients.journal import Entry
 
-# A request that has received so many tokens since a death did not cause it: a step in one call, and
-# the rows that were on their way, hold fewer.
+# A request that has received so many tokens since a death did not cause it, because a step in one
+# call, and the rows that were on their way, hold fewer.
 PROBATION_TOKENS = 32
 
-# The deaths in a row that a request must have seen to be the cause; and how often it must have been
-# alone in the engine, if SIGKILL ended the engine.
+# A request must have seen so many deaths in a row to be the cause. It must have been alone in the
+# engine so often if SIGKILL ended it.
 NUM_DEATHS, NUM_ALONE_IF_KILLED = 2, 3
 
 MAX_NEW_FIRST = 8  # requests without a token that are submitted before those with tokens
@@ -47,8 +47,8 @@ class Suspect:
 
 @dataclass
 class Group:
-    """Requests that are submitted together; the next group waits until each has `num_new` tokens
-    or has ended.
+    """Requests that are submitted together. The next group waits until each has `num_new` tokens or
+    has ended.
     """
 
     entries: list[Entry]
@@ -59,30 +59,33 @@ class Resubmission:
     def __init__(self) -> None:
         self._suspects: dict[str, Suspect] = {}  # by engine id
         self._groups: deque[Group] = deque()
-        # Of the group submitted last, what the next one waits for: the number of output tokens.
+        # The next group waits until each request of the last one has this number of output tokens.
         self._awaited: dict[str, int] = {}
-        # No suspects: submitted requests whose grammar the engine may still check, and requests
-        # that no engine has received.
+        # These are no suspects: submitted requests whose grammar the engine may still check, and
+        # requests that no engine has received.
         self._not_computed: set[str] = set()
-        # Whether the last death left fewer suspects to try, and none that is clearly the cause.
+        # It says whether the last death left fewer suspects to try, and none that is clearly the
+        # cause.
         self.narrows = False
 
     @property
     def is_active(self) -> bool:
-        """Whether a request waits here."""
+        """Returns whether a request waits here."""
         return bool(self._groups)
 
     def on_restart(self, entries: list[Entry]) -> None:
-        """The engine with these requests was ended on purpose, so none of them is suspected."""
+        """Notes that the engine with these requests was ended on purpose, so none of them is
+        suspected.
+        """
         self._suspects, self.narrows = {}, False
         self._not_computed.clear()
         self._plan([], [], entries, is_together=True)
 
     def on_death(self, entries: list[Entry], *, is_killed: bool = False) -> Entry | None:
-        """The engine has died with these requests unfinished. Plans their resubmission. Returns
-        the request that is the cause, if that is clear, and leaves it out.
+        """Plans the resubmission of these requests, which were unfinished when the engine died.
+        Returns the request that is the cause, if that is clear, and leaves it out.
 
-        is_killed: by SIGKILL, perhaps from outside.
+        is_killed: SIGKILL ended the engine, perhaps from outside.
         """
         waiting = {request.request_id for group in self._groups for request, _ in group.entries}
         before, self._suspects = self._suspects, {}
@@ -141,15 +144,15 @@ class Resubmission:
             self._groups.append(Group(unknown, 0))
 
     def add(self, request: EngineCoreRequest) -> None:
-        """A new request while others wait: it waits behind them."""
+        """Adds a new request, which waits until the others have been submitted."""
         self._groups.append(Group([(request, request.resume_tokens)], 0))
 
     def note_unsent(self, request_id: str) -> None:
-        """A new request came after the engine's death."""
+        """Notes that a new request came after the engine's death."""
         self._not_computed.add(request_id)
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """These requests, or all completions of these, have been aborted."""
+        """Drops requests that have been aborted, or all completions of these."""
         dropped = set(request_ids)
         for group in self._groups:
             group.entries = [e for e in group.entries if not is_of(e[0].request_id, dropped)]
@@ -172,7 +175,7 @@ class Resubmission:
                     del awaited[request_id]
 
     def due(self) -> list[Entry]:
-        """The requests to submit now."""
+        """Returns the requests to submit now."""
         due: list[Entry] = []
         while self._groups and not self._awaited:
             group = self._groups.popleft()
@@ -187,7 +190,9 @@ class Resubmission:
 
 
 def is_of(request_id: str, ids: Container[str]) -> bool:
-    """Whether it is one of these, or a completion of one of these; see child_request_id."""
+    """Returns whether it is one of these, or a completion of one of these (see
+    child_request_id).
+    """
     return request_id in ids or request_id.partition("_")[2] in ids
 
 

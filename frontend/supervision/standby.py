@@ -1,4 +1,4 @@
-"""Standby: a second engine process, loaded and idle, that takes the place of one that dies.
+"""Standby keeps a second engine process, loaded and idle, that takes the place of one that dies.
 
 Must not know: requests, the engine in use, who waits.
 
@@ -34,7 +34,8 @@ logger = logging.getLogger("quire.supervision")
 def check_memory(engine: MPClient) -> None:
     """Raises NotEnoughMemoryError if a second engine would not fit beside this one.
 
-    The KV cache counts once: that of a standby is not touched until the other engine is gone.
+    The KV cache counts once, because that of a standby is not touched until the other engine is
+    gone.
     """
     needed = private_memory_bytes(engine.engine_pid) + engine.ready.kv_cache_bytes
     free = free_memory_bytes()
@@ -71,11 +72,11 @@ class Standby:
         return self._ready is not None
 
     def begin_drain(self) -> None:
-        """None is started from now on. One that is ready may still take over."""
+        """Ensures that no standby is started from now on. One that is ready may still take over."""
         self._is_draining = True
 
     def prepare(self, epoch: int) -> None:
-        """Starts one, which will be engine number `epoch`, in the background."""
+        """Starts a standby, which will be engine number `epoch`, in the background."""
         with self._changed:
             if self._is_closed or self._is_draining or self._epoch is not None:
                 return
@@ -86,14 +87,14 @@ class Standby:
             self._wake()
 
     def set_weights(self, weights: Weights) -> None:
-        """The engine in use has other weights now."""
+        """Notes that the engine in use has other weights now."""
         with self._changed:
             self._weights = weights
             self._wake()
 
     async def take(self) -> tuple[MPClient, Weights] | None:
-        """The client of the standby, and what it has loaded, once it is ready; None if there is
-        none, or it fails.
+        """Returns the client of the standby, and what it has loaded, once it is ready. Returns None
+        if there is none, or it fails.
         """
         return await in_thread(
             self._take,
@@ -124,7 +125,7 @@ class Standby:
             self._thread.join()
 
     def begin_close(self) -> None:
-        """As `close`, without waiting."""
+        """Does what `close` does, without waiting."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -179,7 +180,9 @@ class Standby:
         return engine is not None and engine.pidfd in ready
 
     def _start(self, epoch: int) -> MPClient:
-        """Raises QuireError if it does not start, or `close` is called meanwhile."""
+        """Starts an engine. Raises QuireError if it does not start, or `close` is called
+        meanwhile.
+        """
 
         async def start() -> MPClient:
             task = asyncio.current_task()
@@ -211,7 +214,7 @@ class Standby:
             self._changed.notify_all()
 
     def _withdraw(self, engine: MPClient) -> bool:
-        """Whether it has not been taken: this thread may use it again."""
+        """Returns whether the engine has not been taken, so that this thread may use it again."""
         with self._changed:
             is_here = self._ready is engine
             if is_here:
@@ -219,7 +222,9 @@ class Standby:
             return is_here
 
     def _next_delay(self, error: QuireError) -> float:
-        """After a standby has died or failed: seconds until the next, if there will be one."""
+        """Returns, after a standby has died or failed, the seconds until the next, if there will be
+        one.
+        """
         with self._changed:
             if self._is_closed:
                 return 0.0

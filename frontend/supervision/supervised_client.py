@@ -1,4 +1,4 @@
-"""SupervisedClient: an EngineClient whose engine is replaced when it dies.
+"""SupervisedClient is an EngineClient whose engine is replaced when it dies.
 
 Must not know: text, what a request asks for, how its outputs are used.
 
@@ -64,7 +64,7 @@ class SupervisedClient(EngineClient):
     first: the client of the first engine, which is ready, or of engines that are replaced together.
     engine, command: as in MPClient.start; a daemon is not started but attached to again.
     successors: makes what starts the next ones. hand_over: takes the requests of an engine that is
-    gone, and returns those to continue on the next. restarts: where they are counted.
+    gone, and returns those to continue on the next. restarts: counts them.
 
     When no engine can be started any more, every call raises EngineDeadError. A utility that the
     engine's death interrupted is called again, or, if calling it twice is not the same as once,
@@ -240,13 +240,15 @@ class SupervisedClient(EngineClient):
         return outputs
 
     def _prepare_standby(self) -> None:
-        """Starts another standby when no resumed request waits: they would share the cores."""
+        """Starts another standby when no resumed request waits, because they would share the
+        cores.
+        """
         if self._standby is not None and self._is_exposed and not self._awaiting_output:
             self._is_exposed = False
             self._standby.prepare(self.ready.epoch + 1)
 
     def _submit_due(self) -> None:
-        """Submits the requests whose turn it is. Does nothing if the engine has died; the next call
+        """Submits the requests whose turn it is. Does nothing if the engine has died. The next call
         that waits notices that.
         """
         try:
@@ -260,7 +262,7 @@ class SupervisedClient(EngineClient):
             logger.debug("the engine died while its requests were submitted")
 
     def _on_called(self, method: str, args: tuple) -> None:
-        """A utility has succeeded."""
+        """Notes that a utility has succeeded."""
         weights = self._state.weights
         self._state.note(method, args)
         if self._standby is not None and self._state.weights != weights:
@@ -285,12 +287,12 @@ class SupervisedClient(EngineClient):
         self._resubmit(loss)
 
     def _classify(self, death: EngineDeadError) -> Loss:
-        """Why the engine is gone, and which of its requests continue. Plans their order."""
+        """Returns why the engine is gone, and which of its requests continue. Plans their order."""
         dead, now = self._engine, time.monotonic()
         if self._died_at is None:
             self._died_at = now
         is_wanted, exit_signal = dead is self._unwanted, dead.exit_signal
-        # a request that ended here stays in the journal until the session takes its output
+        # A request that ended here stays in the journal until the session takes its output.
         ended = {one for outputs in self._own_outputs for one in outputs.request_ids}
         entries = [entry for entry in self.journal.entries() if entry[0].request_id not in ended]
         entries, culprit = self._hand_over(entries), None
@@ -365,7 +367,7 @@ class SupervisedClient(EngineClient):
                 logger.warning("%s on the next engine: %s", method, error)
 
     def _resubmit(self, loss: Loss) -> None:
-        """The next engine gets the requests of the last one."""
+        """Submits the requests of the last engine to the next one."""
         if not loss.engine.was_released:
             self.restarts.by_cause[loss.cause] += 1
         self.is_replacing = False
@@ -400,7 +402,9 @@ class SupervisedClient(EngineClient):
         )
 
     def _remember_children(self, entries: list[Entry]) -> None:
-        """The next engine knows a request with n > 1 as its completions alone."""
+        """Remembers the completions of requests with n > 1, because the next engine knows these
+        alone.
+        """
         self._children = {}
         for request, _ in entries:
             index, _, parent = request.request_id.partition("_")

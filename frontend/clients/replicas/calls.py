@@ -1,4 +1,4 @@
-"""Which replicas a utility is for, and one answer from those of several.
+"""Decides which replicas a utility is for, and makes one answer from those of several.
 
 Must not know: how a call reaches an engine.
 """
@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Of one replica: the one whose steps are traced.
+# These go to one replica, whose steps are traced.
 TRACES = frozenset({"start_trace", "wait_for_trace", "end_trace"})
-# They only report: replicas that are being replaced are left out, unless all are.
+# These only report. Replicas that are being replaced are left out, unless all are.
 REPORTS = frozenset(
     {
         "ping",
@@ -34,17 +34,19 @@ REPORTS = frozenset(
 PAUSES = ((), ("abort",), ("wait",), ("keep",))
 # A replica that differs from the others in these must not be used any more.
 DIVISIVE = frozenset({"load_weights"})
-# After these the prefix caches are empty.
+# The prefix caches are empty after these.
 FORGETTING = frozenset({"reset_prefix_cache", "load_weights", "sleep"})
 
 
 def is_simultaneous(method: str, args: tuple) -> bool:
-    """Whether the replicas are called at the same time, before one has answered."""
+    """Returns whether the replicas are called at the same time, before one has answered."""
     return method in REPORTS or (method == "pause" and args in PAUSES)
 
 
 def join(method: str, results: Sequence[Any]) -> Any:
-    """The answer of all replicas, from one of each, in their order; at least one."""
+    """Returns the answer of all replicas, from one result of each in their order. There is at least
+    one.
+    """
     return JOINS[method](results) if method in JOINS else results[0]
 
 
@@ -71,7 +73,7 @@ def _status(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "sum": sum(one["sum"] for one in steps),
         },
         "accepted_per_pos": _add([one["accepted_per_pos"] for one in results]),
-        # of each layer: the highest imbalance, and the fewest experts without tokens
+        # Each layer gets the highest imbalance, and the fewest experts without tokens.
         "experts": [
             (layer[0][0], max(one[1] for one in layer), min(one[2] for one in layer))
             for layer in zip(*(one["experts"] for one in results))
@@ -140,13 +142,13 @@ class Observations:
         self._num_steps = 0
 
     def since(self, replica: int, epoch: int) -> int:
-        """The step after which this replica is asked."""
+        """Returns the step after which this replica is asked."""
         if epoch != self._epochs[replica]:  # another engine, which counts from 0
             self._epochs[replica], self._last[replica] = epoch, -1
         return self._last[replica]
 
     def join(self, results: Mapping[int, dict[str, Any]], since_step: int) -> dict[str, Any]:
-        """results: by replica, each since its own last step."""
+        """Joins results by replica, each of which begins after the replica's own last step."""
         new = []
         for replica, result in results.items():
             new += [step for step in result["steps"] if step[0] > self._last[replica]]

@@ -1,4 +1,4 @@
-"""ReplicasClient: an EngineClient over several engines of one model.
+"""ReplicasClient is an EngineClient over several engines of one model.
 
 Must not know: text, what a request asks for, how an engine is started.
 
@@ -62,10 +62,10 @@ class ReplicasClient(EngineClient):
     """Implements EngineClient over clients of running engines. Engines in other processes have the
     numbers 0, 1, … as engine_index.
 
-    makers: make the replicas' clients. ready: of the first engine. config: of the session,
-    resolved. journal: of the session; None: a new one. Engines that are not replaced
-    (on_engine_death="fail") end the client when one of them dies; others, when none can be started
-    any more.
+    makers: make the replicas' clients. ready: the first engine's. config: the session's, resolved.
+    journal: the session's; if it is None, the client makes one. Engines that are not replaced
+    (on_engine_death="fail") end the client when one of them dies. Others end it when none can be
+    started any more.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ReplicasClient(EngineClient):
         self._utilities = Utilities(
             self._replicas, router, self._lose, self._raise_if_over, self._waves
         )
-        # those that share experts are replaced all at once (start.py)
+        # Engines that share experts are replaced all at once (start.py).
         self._replaces_engines = replaces_engines(config) and self._waves is None
         self._is_restarting = self._is_closed = False
         self._failure: EngineDeadError | None = None
@@ -124,7 +124,7 @@ class ReplicasClient(EngineClient):
 
     @property
     def exit_signal(self) -> signal.Signals | None:
-        """The signal that ended the first of those that a signal ended."""
+        """Returns the signal that ended the first of those that a signal ended."""
         return next(filter(None, (one.client.exit_signal for one in self._replicas)), None)
 
     @property
@@ -133,7 +133,7 @@ class ReplicasClient(EngineClient):
 
     @property
     def is_replacing(self) -> bool:
-        """No replica can compute now."""
+        """Returns whether no replica can compute now."""
         return not any(replica.is_up for replica in self._replicas)
 
     @property
@@ -168,7 +168,7 @@ class ReplicasClient(EngineClient):
             raise
 
     def _look_for_returned(self) -> None:
-        """Replicas whose next engine is ready take requests again."""
+        """Lets replicas whose next engine is ready take requests again."""
         for index in list(self._absent):
             replica = self._replicas[index]
             if replica.is_up and not replica.is_draining:
@@ -211,7 +211,7 @@ class ReplicasClient(EngineClient):
     # ------------------------------------------------------------ deaths
 
     def _hand_over(self, index: int, entries: list[Entry]) -> list[Entry]:
-        """The replica's engine is gone: its requests move. Returns those that stay."""
+        """Moves the requests of a replica whose engine is gone. Returns those that stay."""
         replica = self._replicas[index]
         replica.stop_reading()
         self._wake()  # to read the next engine's outputs
@@ -219,7 +219,7 @@ class ReplicasClient(EngineClient):
             call.cancel()
         self._router.prefixes.forget(replica.index)
         self._leave_out(replica)
-        # Its last statistics told of requests that are elsewhere now.
+        # Its last statistics counted requests that are elsewhere now.
         self._own_outputs.append(_empty(replica.client.ready.epoch + 1, replica.index))
         return self._move(replica, entries)
 
@@ -249,7 +249,7 @@ class ReplicasClient(EngineClient):
         return stay
 
     def _lose(self, replica: Replica, error: EngineDeadError) -> None:
-        """The replica cannot be used any more."""
+        """Notes that the replica cannot be used any more."""
         if replica.failure is not None or self._is_closed:
             return
         replica.failure = error
@@ -297,7 +297,7 @@ class ReplicasClient(EngineClient):
             self._waiter.set_result(None)
 
     def _take(self, replica: Replica, reader: asyncio.Task) -> EngineCoreOutputs | None:
-        """What a reader has read, unless its engine has died since."""
+        """Returns what a reader has read, unless its engine has died since."""
         if replica.reader is not reader:
             return None
         replica.reader = None
@@ -397,7 +397,7 @@ class ReplicasClient(EngineClient):
 
 
 def _empty(epoch: int, engine_index: int) -> EngineCoreOutputs:
-    """What an engine that has not done anything would send."""
+    """Returns what an engine that has not done anything would send."""
     return EngineCoreOutputs(
         epoch,
         [],

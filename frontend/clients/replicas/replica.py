@@ -1,4 +1,4 @@
-"""Replica: one of several engines of a model, and what its client is doing.
+"""Replica is one of several engines of a model, and what its client is doing.
 
 Must not know: other replicas, requests.
 """
@@ -31,7 +31,7 @@ class Replica:
         return self.failure is None and not self.client.is_replacing
 
     def stop_reading(self) -> None:
-        """What was read and not taken is computed again."""
+        """Stops the reader. What it has read and nobody has taken is computed again."""
         if self.reader is not None:
             self.reader.cancel()
             self.reader = None

@@ -1,5 +1,5 @@
-"""PlacedRequests: on which replica each unfinished request is, and what it adds to the load there;
-and the part of the session's journal that a replica has.
+"""PlacedRequests knows on which replica each unfinished request is, and what it adds to the load
+there. JournalPart is the part of the session's journal that a replica has.
 
 Must not know: clients, how a request travels.
 """
@@ -19,7 +19,8 @@ from .routing import Load, Router, prefix_keys
 class Placed:
     load: Load
     left: set[str]  # the engine ids of completions that have not ended
-    # Output tokens when it came here from a dead replica; None: it has not moved.
+    # This is the number of output tokens when it came here from a dead replica, or None if it has
+    # not moved.
     num_moved_tokens: int | None = None
 
 
@@ -27,7 +28,8 @@ class PlacedRequests:
     def __init__(self, router: Router):
         self.router = router
         self._placed: dict[str, Placed] = {}  # by engine id
-        # Completions of a request with n > 1 that have moved, which are requests of their own.
+        # It holds the completions of a request with n > 1 that have moved, which are requests of
+        # their own.
         self._children: dict[str, list[str]] = {}
 
     def place(
@@ -59,7 +61,7 @@ class PlacedRequests:
         return load.replica
 
     def find(self, request_id: str) -> Placed | None:
-        """Of a request or of one of its completions; see child_request_id."""
+        """Returns where a request, or one of its completions, is (see child_request_id)."""
         return self._placed.get(request_id) or self._placed.get(request_id.partition("_")[2])
 
     def replica_of(self, request_id: str) -> int | None:
@@ -67,12 +69,12 @@ class PlacedRequests:
         return None if placed is None else placed.load.replica
 
     def begin(self, request_id: str) -> None:
-        """It has its first token."""
+        """Notes that a request has its first token."""
         if (placed := self.find(request_id)) is not None:
             self.router.begin(placed.load)
 
     def end(self, request_id: str) -> None:
-        """A request, or one of its completions, has ended."""
+        """Notes that a request, or one of its completions, has ended."""
         if (placed := self._placed.get(request_id)) is not None:
             self._remove(request_id, len(placed.left))
             return
@@ -105,7 +107,9 @@ class PlacedRequests:
         return aborts
 
     def is_suspect(self, entry: Entry) -> bool:
-        """Whether its replica died, and now the one it moved to, without progress in between."""
+        """Returns whether its replica died, and now the one it moved to, without progress in
+        between.
+        """
         placed = self.find(entry[0].request_id)
         return (
             placed is not None
@@ -114,7 +118,7 @@ class PlacedRequests:
         )
 
     def release(self, entries: Sequence[Entry]) -> None:
-        """These requests leave their replica; each completion is a request of its own now."""
+        """Removes requests from their replica. Each completion is a request of its own now."""
         for request, _ in entries:
             request_id = request.request_id
             parent = request_id.partition("_")[2]

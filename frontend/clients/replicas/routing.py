@@ -1,4 +1,4 @@
-"""Which replica a request goes to, from numbers of tokens and from what each has computed before.
+"""Chooses the replica of a request, from numbers of tokens and from what each has computed before.
 
 Must not know: clients, engines, requests.
 
@@ -7,8 +7,8 @@ wait there, as far as their owners' turns come first, and the part of the reques
 is not in its prefix cache. Requests that run there take part of each step. The cheapest replica is
 chosen; a cached prefix counts only on a replica that is not far above the mean load.
 
-Sources: the choice between cached and balanced is that of Preble (arXiv 2407.00023); the bound is
-that of consistent hashing with bounded loads (arXiv 1608.01350).
+The choice between cached and balanced is that of Preble (arXiv 2407.00023). The bound is that of
+consistent hashing with bounded loads (arXiv 1608.01350).
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from dataclasses import dataclass
 from itertools import islice
 from math import inf
 
-# Tokens of a prompt for each of its first keys, and for each one after them.
+# Each of a prompt's first NUM_FINE keys stands for FINE_TOKENS tokens, and each later one for
+# COARSE_TOKENS.
 FINE_TOKENS, NUM_FINE, COARSE_TOKENS = 16, 32, 64
 MAX_CANDIDATES = 8  # replicas with the longest cached prefix that are compared
-# A token of the context of a running request, in tokens of a prompt that waits.
+# A token of a running request's context costs as much as this part of a token of a prompt that
+# waits.
 RUNNING_WEIGHT = 1 / 32
 # A cached prefix attracts requests up to this multiple of the mean load, and the slack above it.
 MAX_IMBALANCE, SLACK_TOKENS = 1.5, 4096
-# Added to the load of a replica that has no room in its steps, that is being replaced, or is lost.
+# These are added to the load of a replica that has no room in its steps, is being replaced, or is
+# lost.
 FULL, REPLACED, LOST = 1e12, 1e15, inf
 
 
 def num_tokens_of(num_keys: int) -> int:
-    """The tokens that so many keys of a prompt stand for."""
+    """Returns the tokens that so many keys of a prompt stand for."""
     return FINE_TOKENS * min(num_keys, NUM_FINE) + COARSE_TOKENS * max(0, num_keys - NUM_FINE)
 
 
 def prefix_keys(token_ids: Sequence[int], salt: object = None) -> list[int]:
-    """A key for the end of each piece of a prompt, which stands for all tokens up to there.
+    """Returns a key for the end of each piece of a prompt, which stands for all tokens up to there.
 
     Prompts share keys only with an equal `salt` (hashable).
     """
@@ -53,7 +56,7 @@ def prefix_keys(token_ids: Sequence[int], salt: object = None) -> list[int]:
 def fair_wait(
     queued: float, own: float, num_tokens: float, others: float, weight: float = 1.0
 ) -> float:
-    """The tokens that are computed before those of a new request, where owners take turns.
+    """Returns the tokens that are computed before those of a new request, where owners take turns.
 
     queued: tokens that wait; own: those of the request's owner; num_tokens: the request's own;
     others: the weights of the owners of the rest; weight: its owner's. Meanwhile the others get at
@@ -63,31 +66,31 @@ def fair_wait(
 
 
 def cost(wait: float, num_uncached: float, running: float) -> float:
-    """What precedes the first token of a request, in tokens."""
+    """Returns what precedes the first token of a request, in tokens."""
     return wait + num_uncached + RUNNING_WEIGHT * running
 
 
 def most_load(mean_load: float) -> float:
-    """The load up to which a replica is chosen for its cached prefix."""
+    """Returns the load up to which a replica is chosen for its cached prefix."""
     return MAX_IMBALANCE * mean_load + SLACK_TOKENS
 
 
 class PrefixTable:
-    """Which replica has computed which prefixes: an estimate of their prefix caches.
+    """Estimates which prefixes each replica has in its prefix cache.
 
-    capacity: the tokens that a replica holds; the least recently used are dropped. A replica that
-    holds a key holds all keys before it in a prompt, because those are never older.
+    capacity: the number of tokens that a replica holds. The least recently used ones are dropped. A
+    replica that holds a key holds all keys before it in a prompt, because those are never older.
     """
 
     def __init__(self, num_replicas: int, capacity: int):
         self._capacity = capacity
-        # key -> tokens between it and the one before it
+        # A key maps to the number of tokens between it and the one before it.
         self._keys: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_replicas)]
         self._num_tokens = [0] * num_replicas
         self._holders: dict[int, dict[int, None]] = {}  # key -> replicas
 
     def note(self, replica: int, keys: Sequence[int]) -> None:
-        """The replica computes a prompt with these keys."""
+        """Notes that the replica computes a prompt with these keys."""
         own, num_new = self._keys[replica], 0
         for index in range(len(keys) - 1, -1, -1):
             key = keys[index]
@@ -104,7 +107,7 @@ class PrefixTable:
             self._drop(replica, key)
 
     def forget(self, replica: int) -> None:
-        """The replica has lost its prefix cache."""
+        """Notes that the replica has lost its prefix cache."""
         for key in self._keys[replica]:
             self._drop(replica, key)
         self._keys[replica].clear()
@@ -117,19 +120,21 @@ class PrefixTable:
             del self._holders[key]
 
     def num_held(self, replica: int, keys: Sequence[int]) -> int:
-        """How many of a prompt's keys the replica holds."""
+        """Returns how many of a prompt's keys the replica holds."""
         own = self._keys[replica]
         return bisect_left(keys, True, key=lambda key: key not in own)
 
     def longest(self, keys: Sequence[int]) -> dict[int, int]:
-        """The replicas that hold most of a prompt's keys, at most MAX_CANDIDATES, with how many."""
+        """Returns the replicas that hold most of a prompt's keys, at most MAX_CANDIDATES, with how
+        many.
+        """
         found: dict[int, int] = {}
         depth = bisect_left(keys, True, key=lambda key: key not in self._holders)
         while depth and len(found) < MAX_CANDIDATES:
             holders = self._holders[keys[depth - 1]]
             for replica in islice(holders, MAX_CANDIDATES):
                 found.setdefault(replica, depth)
-            # the next depth at which others hold the prefix, too
+            # This is the next depth at which other replicas hold the prefix, too.
             num_known = len(holders)
             depth = bisect_left(
                 keys, True, 0, depth, key=lambda key: len(self._holders[key]) <= num_known
@@ -162,7 +167,8 @@ class Owner:
 class Router:
     """The loads of `num_replicas` replicas, and the choice between them.
 
-    capacity_tokens: of a replica's prefix cache. max_num_seqs: requests in a step of a replica.
+    capacity_tokens: the size of a replica's prefix cache. max_num_seqs: the most requests in a step
+    of a replica.
     """
 
     def __init__(self, num_replicas: int, capacity_tokens: int, max_num_seqs: int):
@@ -179,7 +185,9 @@ class Router:
         self._weights = [0.0] * num_replicas  # of the owners with queued prompts
 
     def set_state(self, replica: int, state: float) -> None:
-        """0.0: it takes requests; REPLACED: if no other one does; LOST: never."""
+        """Sets whether the replica takes requests. With 0.0 it does, with REPLACED only if no other
+        one does, and with LOST never.
+        """
         self._states[replica] = state
         self._change(replica)
 
@@ -215,10 +223,10 @@ class Router:
         return load
 
     def choose(self, keys: Sequence[int], num_tokens: int, name: str) -> tuple[int, int]:
-        """The replica for a prompt of this owner, and how many of the keys it holds.
+        """Returns the replica for a prompt of this owner, and how many of the keys it holds.
 
-        Compared are the replica with the least load, those that hold most of the prompt, and, if
-        there are several owners, the one with the least load by this owner: each engine is fair
+        It compares the replica with the least load, those that hold most of the prompt, and, if
+        there are several owners, the one with the least load by this owner. Each engine is fair
         between owners, so shares are right if every owner waits wherever others do.
         """
         loads, owner = self._loads, self._owners.get(name)
@@ -246,7 +254,9 @@ class Router:
         return self._states[replica] + (FULL if is_full else 0.0)
 
     def _reserved_for(self, replica: int, owner: Owner | None) -> float:
-        """As `_reserved`, and more if the replica is full and the owner has its share of it."""
+        """Returns what `_reserved` does, and more if the replica is full and the owner has its
+        share of it.
+        """
         reserved = self._reserved(replica)
         if owner is None or reserved != FULL:
             return reserved
@@ -265,13 +275,15 @@ class Router:
         return cost(wait, num_uncached, self._running[replica])
 
     def begin(self, load: Load) -> None:
-        """The request has its first token."""
+        """Notes that the request has its first token."""
         if not load.is_running:
             load.is_running = True
             self._add(load, -load.num_uncached, load.num_tokens)
 
     def end(self, load: Load, num_requests: int = 1, *, is_last: bool = True) -> None:
-        """So many of the request's completions have ended; `is_last`: none is left."""
+        """Notes that so many of the request's completions have ended. With `is_last` none is
+        left.
+        """
         self._num_requests[load.replica] -= num_requests
         if not is_last:
             return self._change(load.replica)
@@ -303,5 +315,5 @@ class Router:
         self._loads[replica] = base + self._reserved(replica)
 
     def num_requests(self, replica: int) -> int:
-        """Its unfinished completions."""
+        """Returns the number of its unfinished completions."""
         return self._num_requests[replica]

@@ -30,8 +30,8 @@ from .client import Place, ReplicasClient
 
 
 def replica_configs(config: EngineConfig, directory: str = "") -> list[EngineConfig]:
-    """The configuration of each engine: its number, its cores, and as many threads, which its
-    ranks divide. directory: where engines that share experts find each other.
+    """Returns the configuration of each engine, with its number, its cores, and as many threads,
+    which its ranks divide. Engines that share experts find each other in `directory`.
 
     Raises InvalidParameterError for data_parallel_cores.
     """
@@ -64,10 +64,10 @@ def replica_configs(config: EngineConfig, directory: str = "") -> list[EngineCon
 
 
 def _divided(device: DeviceConfig) -> list[list[int]]:
-    """The cores of each replica; an empty list: any."""
+    """Returns the cores of each replica. An empty list allows any core."""
     number, nodes = device.data_parallel_size, numa_cores()
     if not device.data_parallel_cores:
-        # more threads than cores: the system divides its time between them
+        # There are more threads than cores, so the system divides its time between them.
         usable = len(nodes) and min(map(len, nodes)) * len(nodes)
         if (device.num_threads or 1) * _num_ranks(device) * number > usable:
             return [[] for _ in range(number)]
@@ -105,7 +105,8 @@ async def start_replicas(
     *,
     command: Sequence[str] | None = None,
 ) -> EngineClient:
-    """Starts all engines at once. Returns when they are ready; `on_progress` is told of the first.
+    """Starts all engines at once. Returns when they are ready. `on_progress` reports the first
+    one's progress.
 
     config: resolved, with data_parallel_size. command: as in MPClient.start. Raises what prevented
     an engine from starting, after the others were ended.
@@ -130,7 +131,7 @@ async def start_group(
     journal: Journal | None = None,
     epoch: int = 0,
 ) -> ReplicasClient:
-    """As start_replicas, of engines that share experts; they are not replaced."""
+    """Works as start_replicas, for engines that share experts. They are not replaced."""
     with TemporaryDirectory(prefix="quire-") as directory:  # until they have found each other
         configs = replica_configs(config, directory)
         return await _start(config, configs, on_progress, command, journal, epoch)

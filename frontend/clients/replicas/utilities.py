@@ -1,4 +1,4 @@
-"""Utilities: calls a utility of the replicas that it is for.
+"""Utilities calls a utility of the replicas that it is for.
 
 Must not know: requests, what a utility does beyond calls.py.
 """
@@ -17,7 +17,7 @@ from .waves import WaveCoordinator
 
 
 class Utilities:
-    """lose: called with a replica that cannot be used any more. raise_if_over: raises the error
+    """lose: is called with a replica that cannot be used any more. raise_if_over: raises the error
     that ended the client, if one has.
     """
 
@@ -38,7 +38,7 @@ class Utilities:
 
     @property
     def traced_index(self) -> int | None:
-        """The replica whose steps are traced."""
+        """Returns the replica whose steps are traced."""
         return None if self._traced is None else self._traced.index
 
     def cancel(self) -> None:
@@ -49,7 +49,7 @@ class Utilities:
         return [replica for replica in self._replicas if replica.failure is None]
 
     async def call(self, method: str, args: tuple) -> Any:
-        """As EngineClient.call_utility_async."""
+        """Works as EngineClient.call_utility_async."""
         self._raise_if_over()
         if method in TRACES:
             return await self._trace(method, args)
@@ -69,12 +69,16 @@ class Utilities:
             change.exception()  # its caller may be gone
 
     async def call_each(self, method: str, args: tuple) -> dict[int, Any]:
-        """The answers to a report by replica; those that cannot answer now are left out."""
+        """Returns the answers to a report by replica. Replicas that cannot answer now are left
+        out.
+        """
         usable = self._usable()
         return await self._ask(method, {replica.index: args for replica in usable})
 
     async def _ask(self, method: str, args_of: Mapping[int, tuple]) -> dict[int, Any]:
-        """The answers of the replicas that are up, in their order; of all, if none is up."""
+        """Returns the answers of the replicas that are up, in their order, or of all if none is
+        up.
+        """
         while True:
             self._raise_if_over()
             usable = [one for one in self._usable() if one.index in args_of]
@@ -97,7 +101,9 @@ class Utilities:
                 return answers
 
     def _answers(self, calls: Mapping[Replica, asyncio.Future]) -> dict[int, Any]:
-        """Of finished calls. Raises the first error; a death leaves a replica out."""
+        """Returns the answers of finished calls. Raises the first error; a death leaves a replica
+        out.
+        """
         failures, answers = [], {}
         for replica, call in calls.items():
             if call.cancelled():
@@ -118,7 +124,7 @@ class Utilities:
         async with self._waves.stopped():
             change = asyncio.ensure_future(self._change_each(method, args))
             if method == "pause" and is_simultaneous(method, args):
-                # It may wait for requests, which engines compute when they are released: the calls
+                # It may wait for requests, which engines compute when they are released. The calls
                 # are sent before that.
                 for _ in range(2):
                     await asyncio.sleep(0)
@@ -158,7 +164,7 @@ class Utilities:
         return calls
 
     async def _trace(self, method: str, args: tuple) -> Any:
-        """Steps of one replica are traced: the one with most requests. New ones go there, too."""
+        """Traces steps of one replica, the one with most requests. New requests go there, too."""
         replica = self._traced
         if replica is None:
             up = [one for one in self._usable() if one.is_up] or self._usable()

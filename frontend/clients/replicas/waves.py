@@ -1,4 +1,4 @@
-"""WaveCoordinator: starts the waves of engines that share experts (core/waves.py), and stops all of
+"""WaveCoordinator starts the waves of engines that share experts (core/waves.py), and stops all of
 them at one boundary between steps.
 
 Must not know: requests, how a message travels.
@@ -25,7 +25,7 @@ class Engine(Protocol):
 
 class WaveCoordinator:
     """All engines get its messages in the same order. A wave is started when an engine wants it, or
-    as soon as one will: with a request for engines that are idle, as far as is known here.
+    when a request comes for engines that are idle as far as is known here.
     """
 
     def __init__(self, engines: Sequence[Engine]):
@@ -39,13 +39,13 @@ class WaveCoordinator:
         return self._num_started > self._num_ended
 
     def begin(self) -> None:
-        """An engine has got a request."""
+        """Notes that an engine has got a request."""
         if not self.is_running and not self._is_held:
             self._start(self._num_ended + 1)
 
     def on_report(self, report: WaveReport) -> None:
         self._num_ended = max(self._num_ended, report.num_ended)
-        # one that is wanted while engines are held is started when they are released
+        # A wave that is wanted while engines are held is started when they are released.
         if report.wanted > self._num_started and not self._is_held:
             self._start(report.wanted)
 
@@ -57,7 +57,9 @@ class WaveCoordinator:
 
     @contextlib.asynccontextmanager
     async def stopped(self) -> AsyncIterator[None]:
-        """A context in which no engine computes: all have stopped after the same pass."""
+        """Returns a context in which no engine computes, because all have stopped after the same
+        pass.
+        """
         async with self._stopping:
             self._is_held = True
             try:

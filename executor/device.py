@@ -1,5 +1,5 @@
-"""The one file with device matters: which device, which dtypes it takes, how many threads, where
-the cache lives.
+"""The one file that knows the device: which one it is, which dtypes it takes, how many threads it
+has, where the cache lives.
 
 Must not know: models, requests, who asks.
 """
@@ -35,7 +35,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torc
 def select_device(name: str) -> torch.device:
     """ "cpu" or "cuda" -> its torch.device.
 
-    Raises InvalidParameterError for what this machine has not, or was left unresolved.
+    Raises InvalidParameterError for a device that this machine lacks, and for an unresolved name.
     """
     if name not in ("cpu", "cuda"):
         raise InvalidParameterError(
@@ -56,12 +56,12 @@ def select_device(name: str) -> torch.device:
 
 
 def use_gpu_of_rank(config: EngineConfig, rank: int) -> None:
-    """Makes GPU number `rank` the one that `select_device` returns. One of several engines sees its
-    own GPUs alone (core/engine_proc.py, take_share).
+    """Makes GPU number `rank` the one that `select_device` returns. Each of several engines sees
+    only its own GPUs (core/engine_proc.py, take_share).
 
     Raises InvalidParameterError if there are fewer GPUs than ranks.
     """
-    select_device("cuda")  # or its error, where there is none
+    select_device("cuda")  # raises its error where there is none
     size, count = num_ranks(config), torch.cuda.device_count()
     if size > count:
         raise InvalidParameterError(
@@ -117,8 +117,8 @@ def select_cpu_isa(name: str) -> str:
     """Chooses the instruction set of the native kernels and returns its name; "none" where torch's
     kernels serve in their place.
 
-    One for the whole process: engines that run in it already go on with this one. Raises
-    InvalidParameterError for one that cannot be had.
+    The choice holds for the whole process: engines that already run in it go on with this set.
+    Raises InvalidParameterError for a set that this machine or this build lacks.
     """
     if name == "none" or (library is None and name == "auto"):
         return "none"
@@ -138,9 +138,9 @@ def select_cpu_isa(name: str) -> str:
 def set_num_threads(num_threads: int | None) -> int:
     """Sets how many threads one operation may use and returns the number.
 
-    None: OMP_NUM_THREADS, or every core of this process.
+    None stands for OMP_NUM_THREADS, or else for every core of this process.
     """
-    # a list gives nested regions theirs; there are none here
+    # the later numbers of a list are for nested regions, of which there are none here
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     count = num_threads or (int(wanted) if wanted.isdigit() and int(wanted) else available_cores())
     torch.set_num_threads(count)
@@ -150,7 +150,7 @@ def set_num_threads(num_threads: int | None) -> int:
 
 
 def wake_threads() -> None:
-    """A hint that a step comes: threads of native kernels that fell asleep wake up while it is
+    """Announces a step, so that threads of native kernels that fell asleep wake up while it is
     prepared.
     """
     if library is not None:
@@ -161,7 +161,7 @@ def release_memory() -> None:
     """Gives the operating system back what was freed: cyclic garbage, and the pages that malloc
     keeps for later.
     """
-    # core/engine_proc.py and a server freeze what start-up has made, the model too
+    # core/engine_proc.py and a server freeze what start-up has made, including the model
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
@@ -171,15 +171,15 @@ def release_memory() -> None:
 
 
 def copy_mapped(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """tensor = values, of whatever dtype, which are then given up: see release_mapped."""
+    """Copies `values`, of any dtype, into `tensor`, and then gives them up; see release_mapped."""
     tensor.copy_(values)
     release_mapped(values)
 
 
 def release_mapped(tensor: torch.Tensor) -> None:
     """Gives back the whole pages of a contiguous tensor that lies in a private mapping of a file
-    and was only read. Looked at again, they would be read again; what was written to other memory
-    would be lost.
+    and was only read. The system reads the pages again if anyone looks at them. In any other
+    memory, what was written would be lost.
     """
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -203,16 +203,16 @@ def total_bytes(device: torch.device) -> int:
 
 
 def free_host_bytes(*, has_standby: bool) -> int:
-    """Free memory of the host, without what a standby of this process will take: weights of its
-    own. It touches its KV cache when this process is gone.
+    """Free memory of the host, without what a standby of this process will take. A standby has
+    weights of its own, and touches its KV cache only when this process is gone.
     """
     return free_memory_bytes() - (private_memory_bytes(os.getpid()) if has_standby else 0)
 
 
 def free_share_bytes(device: torch.device, share: float) -> int:
-    """What is free of `share` of a GPU's memory: what others have in use counts as well.
+    """What is free of `share` of a GPU's memory. Memory that others have in use counts as used.
 
-    Can be negative.
+    The result can be negative.
     """
     torch.cuda.empty_cache()
     return free_of_share(*torch.cuda.mem_get_info(device), share)
@@ -221,7 +221,7 @@ def free_share_bytes(device: torch.device, share: float) -> int:
 def synchronize(device: torch.device) -> None:
     """Waits until the device has done all that it was told to.
 
-    For who takes times: nothing else should wait.
+    Only code that measures times calls it: nothing else should wait.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -238,8 +238,8 @@ def peak_bytes(device: torch.device, function: Callable[[], object]) -> int:
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A large zeroed tensor in host memory, pinned where `device` copies from and to it by
-    itself.
+    """A large zeroed tensor in host memory. It is pinned where `device` itself copies from and to
+    it.
     """
     return (
         zeros(shape, dtype, torch.device("cpu"))
@@ -251,8 +251,8 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A large zeroed tensor.
 
-    On a CPU its pages are the kernel's zero pages: memory is taken, and time spent, only where it
-    is written.
+    On a CPU its pages are the kernel's zero pages: only the pages that are written take memory and
+    time.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -264,8 +264,8 @@ ALIGNMENT = 16  # bytes: what a kernel loads at once
 
 
 def packed(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """The arrays [N], i32 or i64, on `device`, brought there by one copy that nobody waits for:
-    PyTorch keeps pinned memory until a copy from it is over.
+    """Returns the arrays [N], i32 or i64, on `device`. One copy brings them there, and nobody waits
+    for it: PyTorch keeps pinned memory until a copy from it is over.
     """
     starts, num_bytes = [], 0
     for array in arrays.values():
@@ -287,13 +287,13 @@ def packed(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, 
     }
 
 
-# Begins to bring a tensor to host memory, which nobody writes to again -> a function that waits
-# until it is there and gives it
+# Begins to bring a tensor, which nobody writes to again, to host memory. Returns a function that
+# waits until it is there and returns it.
 CopyToHost = Callable[[torch.Tensor], Callable[[], np.ndarray]]
 
 
 class SecondStream:
-    """The CopyToHost of a GPU: a stream of its own copies to pinned memory, while the first one
+    """The CopyToHost of a GPU. A stream of its own copies to pinned memory, while the first stream
     goes on with the next step.
 
     first stream    [ step N: …, tokens ][ step N + 1: … ]
@@ -309,7 +309,7 @@ class SecondStream:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(values, non_blocking=True)
-        # its memory is not given to the next step before the copy is over
+        # torch does not give the memory to the next step before the copy is over
         values.record_stream(self._stream)
         is_there = self._stream.record_event()
 

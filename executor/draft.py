@@ -1,5 +1,5 @@
-"""What a rank has to draft with a model: its weights, its part of each block of the KV cache, its
-program.
+"""What a rank needs to draft with a model: the weights, a part of each block of the KV cache, and
+the program.
 
 Must not know: requests, how drafts are verified.
 """
@@ -56,9 +56,9 @@ def draft_config(config: EngineConfig) -> ModelConfig | None:
 
 
 class Draft:
-    """Builds what drafts, without a cache. `builder` has built `model`, which verifies and whose
-    layers have the kv_cache_windows (see Executor). What drafts keeps the whole context, in the
-    blocks of the first group.
+    """A model or head that drafts. The constructor builds it without a cache. `builder` has built
+    `model`, which verifies and whose layers have the kv_cache_windows (see Executor). What drafts
+    keeps the whole context, in the blocks of the first group.
 
     Raises ModelLoadError, InvalidParameterError, NotEnoughMemoryError.
     """
@@ -93,7 +93,7 @@ class Draft:
         self._batch = batch
         max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
         most_held = resolved(scheduler_config.speculative_config).num_speculative_tokens + 1
-        # a head computes what the model does, and what is held of each request
+        # a head computes the tokens of the model's pass, and those that each request has held back
         self._rows = max_num_tokens + scheduler_config.max_num_seqs * most_held
         kv_cache = builder.kv_cache_dtype, builder.device
         isa = builder.cpu_isa
@@ -118,7 +118,7 @@ class Draft:
         self.drafter = self._make_drafter(None)  # made anew with the program
 
     def _make_drafter(self, forward: Forward | None) -> DraftModel | HeadDrafter:
-        """forward: None: operation by operation."""
+        """forward: how a pass runs; None: operation by operation."""
         ahead = int(isinstance(self._built, DraftHead))
         passes = DraftPasses(self._built, self._builder.ops, self._batch, ahead, forward)
         return self._drafter_of(passes, self._batch)
@@ -129,7 +129,7 @@ class Draft:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of its part of one block."""
+        """Bytes of what drafts in one block."""
         return self._cache.block_bytes(self.attention_layers())
 
     def attention_layers(self) -> list[Any]:
@@ -139,13 +139,13 @@ class Draft:
         return self._cache.host_caches(self.attention_layers(), num_blocks)
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocates the cache, and records the program."""
+        """Allocates the cache and records the program."""
         self._cache.bind(self.attention_layers(), num_blocks)
         self._record()
 
     def use_model(self, model: Model) -> None:
-        """Takes another model that verifies, of the same class, before it runs: a head shares its
-        weights. The model has to be recorded afterwards.
+        """Takes another model of the same class as the one that verifies, before it runs: a head
+        shares its weights. The caller has to record the model afterwards.
         """
         if isinstance(head := self._built, DraftHead):
             head.share(model)
@@ -153,7 +153,7 @@ class Draft:
                 self._record()
 
     def _record(self) -> None:
-        """A program holds addresses of weights and cache."""
+        """Records the program, which holds the addresses of weights and cache."""
         max_num_seqs = self._config.scheduler_config.max_num_seqs
         limits = Limits(self._rows, max_num_seqs, max_num_seqs)
         ops = self._builder.ops
@@ -161,7 +161,7 @@ class Draft:
         self.drafter = self._make_drafter(program)
 
     def run_pass(self, num_tokens: int) -> None:
-        """A pass of one-token rows without effect on the cache."""
+        """Runs a pass of one-token rows that has no effect on the cache."""
         self.drafter.passes.run(*dummy_step(num_tokens, num_tokens, self._num_groups))
 
     def release_cache(self) -> None:

@@ -36,25 +36,25 @@ class Executor(Protocol):
     """
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
-        """Loads the weights; calls report(stage, fraction) as it goes. Raises ModelLoadError."""
+        """Loads the weights and calls report(stage, fraction) as it goes. Raises ModelLoadError."""
         ...
 
     @property
     def kv_cache_windows(self) -> tuple[int, ...]:
-        """For each group of layers that has block tables of its own, the positions that a token
-        sees; 0: all (ipc/models/kv_layout.py). Known once the model is loaded.
+        """For each group of layers that has block tables of its own, the number of positions that a
+        token sees; 0: all (ipc/models/kv_layout.py). It is known once the model is loaded.
         """
         ...
 
     def determine_num_blocks(self) -> int:
-        """KV-cache blocks that memory and configuration allow, the null block included.
+        """Returns how many KV-cache blocks memory and configuration allow, with the null block.
 
         Raises InvalidParameterError when there are too few.
         """
         ...
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
-        """Allocates the cache; returns its size in bytes."""
+        """Allocates the cache and returns its size in bytes."""
         ...
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
@@ -65,7 +65,7 @@ class Executor(Protocol):
         ...
 
     def initialize_offload(self) -> BlockOffload | None:
-        """What keeps blocks that the cache has no room for, if the configuration asks for it.
+        """Returns what keeps blocks that the cache has no room for, if the configuration asks so.
 
         Raises InvalidParameterError, NotEnoughMemoryError.
         """
@@ -73,8 +73,8 @@ class Executor(Protocol):
 
     @property
     def burst_weights_bytes(self) -> int:
-        """Bytes of weights that a decoding step reads, where several such steps are one call; 0
-        where they are not.
+        """Bytes of weights that a decoding step reads, where one call runs several such steps; 0
+        elsewhere.
         """
         ...
 
@@ -89,7 +89,7 @@ class Executor(Protocol):
         ...
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        """Begins one step. Steps run in the order of these calls; the caller schedules the next one
+        """Begins one step. Steps run in the order of these calls. The caller schedules the next one
         meanwhile, and then asks for the result.
         """
         ...
@@ -99,17 +99,17 @@ class Executor(Protocol):
     ) -> Future[None]:
         """Compiles a grammar for structured output. Never blocks.
 
-        is_known: another engine has compiled it, within the limits. owner: whose it is; owners take
-        turns.
+        is_known: another engine has compiled the grammar within the limits. owner: whom the grammar
+        belongs to; owners take turns.
 
         The future's exception is the InvalidParameterError of a grammar that cannot be used.
         """
         ...
 
-    # LoRA adapters. The core decides which ones are in memory. It numbers each load of an adapter,
-    # and that number is the `lora_int_id` of every LoRARequest that the executor sees: what has
-    # been added is never changed, a reload has another number. Of the requests in slots, at most
-    # `max_loras` different adapters are in use at any time.
+    # The core decides which LoRA adapters are in memory. It numbers each load of an adapter, and
+    # that number is the `lora_int_id` of every LoRARequest that the executor sees. An adapter that
+    # has been added never changes: a reload has another number. The requests in slots use at most
+    # `max_loras` different adapters at any time.
 
     def read_lora(self, request: LoRARequest) -> Future[str]:
         """Reads an adapter's files and checks them in a thread. Never blocks.
@@ -122,28 +122,29 @@ class Executor(Protocol):
     def add_lora(self, request: LoRARequest) -> bool:
         """Takes what `read_lora` has read, waiting for it if need be, so that requests can use it.
 
-        Between two steps. False: it is there already. Raises what `read_lora` found.
+        Call it between two steps. It returns False if the adapter is already there, and raises what
+        `read_lora` found.
         """
         ...
 
     def remove_lora(self, lora_int_id: int) -> bool:
-        """Frees an adapter, read or added, that no later step uses. Between two steps. Slots that
-        the next step frees may still name it.
+        """Frees an adapter, read or added, that no later step uses. Slots that the next step frees
+        may still name it.
 
-        False: there is none.
+        Call it between two steps. It returns False if there is no such adapter.
         """
         ...
 
     def list_loras(self) -> set[int]:
-        """The numbers of the adapters that were added, and not removed."""
+        """The numbers of the adapters that were added and not removed."""
         ...
 
     def execute_dummy_batch(self) -> None:
-        """A forward pass that changes nothing, to warm up and to keep ranks in step."""
+        """Runs a forward pass that changes nothing, to warm up and to keep ranks in step."""
         ...
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every rank by name; the results in rank order.
+        """Calls a method of every rank by name and returns the results in rank order.
 
         Raises InvalidParameterError for a method or arguments that ranks do not offer.
         """
@@ -156,7 +157,7 @@ class Executor(Protocol):
         ...
 
     def end_trace(self) -> RanksTrace:
-        """Ends the recording, and returns what there is."""
+        """Ends the recording and returns what there is."""
         ...
 
     def check_health(self) -> None:
@@ -164,13 +165,14 @@ class Executor(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Frees model and cache, after the step that runs. May be called twice."""
+        """Frees model and cache, after the step that runs. It may be called twice."""
         ...
 
 
 class SharingExecutor(Executor, Protocol):
-    """Of one of several engines that share experts (enable_expert_parallel) and run each pass of
-    the model together. All three methods raise EngineDeadError when another engine is gone.
+    """The executor of one of several engines that share experts (enable_expert_parallel) and run
+    each pass of the model together. All three methods raise EngineDeadError when another engine is
+    gone.
     """
 
     def join_engines(self) -> None:
@@ -189,10 +191,10 @@ class SharingExecutor(Executor, Protocol):
 
 
 def make_executor(config: EngineConfig) -> Executor:
-    """The executor that a resolved configuration asks for. Imports torch, or starts processes that
-    do.
+    """Returns the executor that a resolved configuration asks for. It imports torch, or starts
+    processes that do.
 
-    Raises InvalidParameterError for what it cannot do.
+    Raises InvalidParameterError for what the executor cannot do.
     """
     if num_ranks(config) > 1:
         from .ranks.multiproc_executor import MultiprocExecutor

@@ -1,4 +1,4 @@
-"""Builds a head that drafts, for a model that is built.
+"""Builds a head that drafts for a model, after the model.
 
 Must not know: caches, requests, steps, the names in checkpoints.
 """
@@ -22,8 +22,8 @@ OPTION = "speculative_config"
 
 
 class HeadBuilder:
-    """config: the engine's, with the model_config of the head. `builder` has built `model`, which
-    verifies and whose weights a head shares. rows: the most tokens of a pass.
+    """Builds a head. `config` is the engine's, with the model_config of the head. `builder` has
+    built `model`, which verifies and whose weights a head shares. A pass has at most `rows` tokens.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class HeadBuilder:
         )
 
     def build(self, report: Callable[[str, float], None]) -> DraftHead:
-        """A head that shares nothing yet. Raises ModelLoadError, InvalidParameterError."""
+        """Returns a head that shares nothing yet. Raises ModelLoadError, InvalidParameterError."""
         model_config, builder = self._config.model_config, self._builder
         weights = HeadWeights(Path(model_config.model))
         make = LayerFactory(self.ops, builder.dtype, builder.device, model_config.quantization)
@@ -96,8 +96,8 @@ class HeadBuilder:
         return head
 
     def _tap_layers(self) -> list[int]:
-        """The layers of the model whose inputs EAGLE-3 reads: those of its config.json, else the
-        ones that its authors chose.
+        """The layers of the model whose inputs EAGLE-3 reads: those that its config.json names, or
+        else those that its authors chose.
         """
         hf_config = self._config.model_config.hf_config
         count = self._builder.shape.num_hidden_layers

@@ -24,8 +24,8 @@ SERVED_BY = {
 
 
 def warn_of_slow_heads(head_dim: int, ops: registry.OpTable, overrides: dict[str, str]) -> None:
-    """Logs what it means that the native kernels take no heads of this size. Silent where they
-    would not be chosen anyway.
+    """Logs what it means that the native kernels take no heads of this size. It is silent where
+    they would not be chosen anyway.
     """
     op = "paged_attention"
     if ops.native and op not in ops.native and op not in overrides:
@@ -38,8 +38,8 @@ def warn_of_slow_heads(head_dim: int, ops: registry.OpTable, overrides: dict[str
 
 
 def warn_of_unused_kernels(ops: registry.OpTable, overrides: dict[str, str]) -> None:
-    """Logs which operations a plugin has kernels for of which none is chosen, unless `overrides`
-    names another.
+    """Logs for which operations a plugin has kernels of which none is chosen, unless `overrides`
+    names another kernel.
     """
     for op in ops.chosen.keys() - overrides.keys():
         declined: dict[str, list[str]] = {}  # by plugin

@@ -1,4 +1,5 @@
-"""The memory of the KV cache on one rank: which layers share pages, what a page holds, its size.
+"""The memory of the KV cache on one rank: which layers share pages, what a page holds, how large it
+is.
 
 Must not know: requests, block tables, how much memory there is.
 """
@@ -21,12 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 class KVCacheMemory:
-    """`layers` are a model's attention layers, which may be replaced by others of the same shape.
+    """The layout of the cache. `layers` are a model's attention layers, which may be replaced by
+    others of the same shape. Without any layers, blocks have no bytes.
 
-    Without any, blocks have no bytes.
-
-    A layer has num_kv_heads and head_dim. If it has a sliding_window and a kv_cache_group, the
-    window returns blocks (ipc/models/kv_layout.py).
+    A layer has num_kv_heads and head_dim. If it also has a sliding_window and a kv_cache_group,
+    blocks behind the window are returned (ipc/models/kv_layout.py).
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class KVCacheMemory:
         self.groups = self._choose_groups(layers, config)
 
     def _choose_groups(self, layers: Sequence[Any], config: EngineConfig) -> LayerGroups:
-        if not layers:  # of a text encoder
+        if not layers:  # those of a text encoder
             return one_group(0)
         groups = plan_groups(config, [getattr(layer, "sliding_window", 0) for layer in layers])
         if groups.windows == (0,):
@@ -64,7 +64,7 @@ class KVCacheMemory:
         return one_group(len(layers))
 
     def _shape(self, layer: Any, num_blocks: int) -> tuple[int, ...]:
-        """Keys first, then values."""
+        """The shape of a layer's memory: keys come first, then values."""
         row = kv_cache_row(layer.head_dim, self._dtype)
         return 2, num_blocks, self._block_size, layer.num_kv_heads, row
 
@@ -74,8 +74,8 @@ class KVCacheMemory:
         return sum(pages) * self._dtype.itemsize
 
     def bind(self, layers: Sequence[Any], num_blocks: int) -> None:
-        """Allocates all blocks. The layers of a group have different pages, those of another group
-        have the same again.
+        """Allocates all blocks. The layers of one group have different pages; the layers of another
+        group have the same pages again.
         """
         pages = [
             devices.zeros(self._shape(layers[index], num_blocks), self._dtype, self._device)
@@ -88,7 +88,7 @@ class KVCacheMemory:
     def host_caches(
         self, layers: Sequence[Any], num_blocks: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of so many blocks in host memory, for each page."""
+        """For each page, keys and values of `num_blocks` blocks in host memory."""
         caches = [
             devices.host_zeros(self._shape(layers[index], num_blocks), self._dtype, self._device)
             for index in self.groups.pages
@@ -109,8 +109,8 @@ def move_caches(old: Sequence[Any], new: Sequence[Any]) -> None:
 
 
 def _bind(layer: Any, key: torch.Tensor | None, value: torch.Tensor | None, group: int) -> None:
-    """Makes these the layer's part of the cache. A plugin's layer may lack `bind_cache`: its
-    attributes are set.
+    """Makes these the layer's part of the cache. A plugin's layer may lack `bind_cache`: this
+    function then sets its attributes.
     """
     if hasattr(layer, "bind_cache"):
         layer.bind_cache(key, value, group)

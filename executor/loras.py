@@ -22,8 +22,8 @@ Adapter = dict[str, AdapterWeights]  # by the name of the module
 
 
 def start_reader() -> ThreadPoolExecutor:
-    """A thread that reads adapters beside steps. torch has no further threads for it: they would
-    take the cores of the native kernels, and look for work a while longer.
+    """Returns a thread that reads adapters beside steps. torch gets no further threads in it: they
+    would take the cores of the native kernels, and would look for work a while longer.
     """
 
     def settle() -> None:
@@ -40,16 +40,16 @@ def start_reader() -> ThreadPoolExecutor:
 class Loras:
     """Reads adapters, and owns those that requests can use. The core numbers them; see Executor.
 
-    They stay when the model is replaced (Worker.load_weights), or sleeps and wakes up. Those that
-    slots use are also in the memory of the model's layers, each in one of `max_loras` places. An
-    adapter keeps its place until another one needs it.
+    They stay when the model is replaced (Worker.load_weights), and when it sleeps and wakes up.
+    Those that slots use are also in the memory of the model's layers, each in one of `max_loras`
+    places. An adapter keeps its place until another one needs it.
     """
 
     def __init__(self, config: LoRAConfig, dtype: torch.dtype):
         self._config = config
         self._dtype = dtype
         self._adapters: dict[int, Adapter] = {}  # by number
-        self._modules: Modules = {}  # of the model, as the next
+        self._modules: Modules = {}  # of the model, like the next field
         self._layers: list[LinearAdapters | EmbeddingAdapters] = []
         self._shapes: dict[str, Adapted] = {}
         self._heads = 0, 0
@@ -64,7 +64,9 @@ class Loras:
         return self._config.enable_lora
 
     def use_model(self, model: Model) -> None:
-        """Call it before requests enter slots, whenever the model has been replaced."""
+        """Takes the model's modules. Call it whenever the model has been replaced, before requests
+        enter slots.
+        """
         self._modules = model.adapted_modules
         self._layers = list(dict.fromkeys(of for of, _ in self._modules.values()))
         self._shapes = {name: of.adapted(i) for name, (of, i) in self._modules.items()}
@@ -72,8 +74,8 @@ class Loras:
         self._places = dict.fromkeys(range(self._config.max_loras))
 
     def read(self, request: LoRARequest) -> Adapter:
-        """Reads and checks the files of an adapter. In a thread: it changes nothing that a step
-        uses. Raises InvalidParameterError.
+        """Reads and checks the files of an adapter. It may run in a thread, since it changes
+        nothing that a step uses. Raises InvalidParameterError.
         """
         if not self.is_enabled:
             raise InvalidParameterError("lora_request", "needs an engine with enable_lora=True")
@@ -120,19 +122,19 @@ class Loras:
         return True
 
     def add(self, request: LoRARequest, adapter: Adapter) -> None:
-        """Makes what `read` returned usable as `request.lora_int_id`. Between two steps."""
+        """Makes what `read` returned usable as `request.lora_int_id`. Call it between two steps."""
         self._adapters[request.lora_int_id] = adapter
 
     def shutdown(self) -> None:
-        """Ends the thread that reads. May be called twice."""
+        """Ends the thread that reads. It may be called twice."""
         if self._reader is not None:
             self._reader.shutdown(cancel_futures=True)
             self._reader = None
         self._read.clear()
 
     def remove(self, lora_int_id: int) -> bool:
-        """Frees an adapter, read or added, that no slot uses; False: there is none. Between two
-        steps.
+        """Frees an adapter, read or added, that no slot uses. Call it between two steps. It returns
+        False if there is no such adapter.
         """
         read = self._read.pop(lora_int_id, None)
         if read is not None:
@@ -147,10 +149,10 @@ class Loras:
         return set(self._adapters)
 
     def enter(self, slot: int, lora_int_id: int) -> int:
-        """A request of this adapter enters a slot: returns the adapter's place.
+        """Notes that a request of this adapter enters a slot, and returns the adapter's place.
 
-        Raises InvalidParameterError for an adapter that was not added, and where all places are
-        used by other slots.
+        Raises InvalidParameterError for an adapter that was not added, and where other slots use
+        all places.
         """
         if lora_int_id not in self._adapters:
             raise InvalidParameterError("lora_request", f"adapter {lora_int_id} is not loaded")
@@ -163,7 +165,7 @@ class Loras:
         return place
 
     def leave(self, slot: int) -> None:
-        """The slot is free."""
+        """Notes that the slot is free."""
         number = self._users.pop(slot, None)
         for place, there in list(self._places.items()):
             if number is not None and there == number:
@@ -187,13 +189,13 @@ class Loras:
         self._places[place] = number
 
     def _touch(self, place: int) -> None:
-        """Makes it the most recently used."""
+        """Makes the place the most recently used one."""
         self._places[place] = self._places.pop(place)
 
 
 def adapted_modules(model: Model) -> Modules:
-    """Of a model that is not yet filled, whose LayerFactory has given layers adapters. Experts and
-    routers have none.
+    """The modules that have adapters, of a model that is not yet filled and whose LayerFactory has
+    given adapters to layers. Experts and routers have none.
     """
     modules: Modules = {}
     heads: Modules = {}
@@ -207,7 +209,7 @@ def adapted_modules(model: Model) -> Modules:
             layer = layer.tied_to
         index = 0
         if isinstance(layer.adapters, LinearAdapters):
-            # of a model in transformers' code the shards have their full names
+            # the shards of a model in transformers' code have their full names
             shards = list(layer.shards)
             index = shards.index(module if module in shards else module.rpartition(".")[2])
         modules[module] = layer.adapters, index
@@ -215,10 +217,10 @@ def adapted_modules(model: Model) -> Modules:
 
 
 def explored_modules(model: Model) -> Modules:
-    """Those that see one row for each token of a step: nobody but transformers knows what the
-    modules of its models are called with.
+    """The modules that see one row for each token of a step. Only a pass tells what transformers
+    calls the modules of its models with.
 
-    Call it for a model in transformers' code whose weights are there.
+    Call it for a model in transformers' code whose weights are loaded.
     """
     rows = model.adapter_rows
     assert rows is not None

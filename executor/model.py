@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class AttentionLayer(Protocol):
     """Owns its part of each block of the KV cache, which KVCacheMemory allocates.
 
-    A plugin's layer may lack `sliding_window` and `kv_cache_group`: it keeps the whole context. It
-    may lack `bind_cache`: the attributes that this sets are set.
+    A plugin's layer may lack `sliding_window` and `kv_cache_group`: it then keeps the whole
+    context. If it lacks `bind_cache`, KVCacheMemory sets the attributes that this method sets.
     """
 
     num_kv_heads: int
@@ -39,13 +39,13 @@ class AttentionLayer(Protocol):
     kv_cache_group: int  # of AttentionMetadata.groups, set with the cache
 
     def bind_cache(self, key: torch.Tensor | None, value: torch.Tensor | None, group: int) -> None:
-        """Makes these its key_cache, value_cache and kv_cache_group; None: it has no cache now."""
+        """Makes these its key_cache, value_cache and kv_cache_group. None takes the cache away."""
         ...
 
 
 class Taps(Protocol):
-    """Reads the inputs of layers for a head that drafts. `state` [tokens, hidden_size] must be
-    zeroed before a pass of the model.
+    """Reads the inputs of layers for a head that drafts. The caller zeroes `state` [tokens,
+    hidden_size] before a pass of the model.
     """
 
     state: torch.Tensor
@@ -57,21 +57,21 @@ class Taps(Protocol):
 
 @dataclass(eq=False)
 class RoutedTokens:
-    """How many tokens a layer has sent to each of its experts, since its weights were loaded.
+    """Counts the tokens that a layer has sent to each of its experts since its weights were loaded.
 
-    A block that has one as `routed` counts with `ops.count_experts(ids, routed.slots,
-    routed.counts)`; the engine reports it (Model.routed_tokens).
+    A block with a field `routed` of this class counts with `ops.count_experts(ids, routed.slots,
+    routed.counts)`, and the engine reports the counts (Model.routed_tokens).
     """
 
     counts: torch.Tensor  # [E] i64
-    # [T] i64: of a step with padding, which has negative slots; None: all tokens count
+    # [T] i64; the padding of a step has negative slots; None: all tokens count
     slots: torch.Tensor | None = None
 
 
 class Model(Protocol):
-    """A model with its weights. The first pass may follow once its layers have their caches."""
+    """A model with its weights. It may run once its layers have their caches."""
 
-    # its code is that of transformers, like the names of its tensors (`plan_conversions`)
+    # whether its code and the names of its tensors are those of transformers (`plan_conversions`)
     IS_FALLBACK: ClassVar[bool] = False
     UNRECORDABLE: ClassVar[str] = ""  # why its steps cannot be recorded as one native call
 
@@ -80,13 +80,14 @@ class Model(Protocol):
     head_name: str = "lm_head"  # the name of the module
     num_token_types: int = 0  # that it distinguishes; 0: it takes no token_types
     head: PoolingHead = PoolingHead([])  # of pooled rows
-    # operations that only its output head is made of
+    # the operations that only its output head uses
     head_operations: tuple[str, ...] = ()
-    # [tokens, hidden_size] that a pass reads beside its tokens and may change: hidden states of a
-    # head that drafts, the residual stream of a stage after the first; of others without rows
+    # [tokens, hidden_size], which a pass reads beside its tokens and may change: the hidden states
+    # of a head that drafts, or the residual stream of a stage after the first. Other models have no
+    # rows here.
     state: torch.Tensor = torch.empty(0)
     taps: Taps | None = None
-    # of LoRA, None and empty where the engine has none
+    # these two belong to LoRA, and are None and empty where the engine has none
     adapter_rows: AdapterRows | None = None
     adapted_modules: Modules = {}
 
@@ -100,19 +101,19 @@ class Model(Protocol):
         ...
 
     def use_adapters(self, rows: AdapterRows, modules: Modules) -> None:
-        """Its layers have got adapters: see models.adapters."""
+        """Takes the adapters that its layers have got; see models.adapters."""
         self.adapter_rows, self.adapted_modules = rows, modules
 
     def use_taps(self, taps: Taps | None) -> None:
-        """Each pass from now on shows the inputs of its layers to `taps`."""
+        """Makes each pass from now on show the inputs of its layers to `taps`."""
         self.taps = taps
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden_size] -> [R, vocab_size] f32; only of a model that has a head."""
+        """[R, hidden_size] -> [R, vocab_size] f32. Only a model with a head has logits."""
         raise TypeError(f"{type(self).__name__} has no output head")
 
     def attention_layers(self) -> list[Any]:
-        """The AttentionLayers in order; none of a model without a KV cache."""
+        """The AttentionLayers in order. A model without a KV cache has none."""
         ...
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -130,24 +131,24 @@ class Model(Protocol):
         return False
 
     def routed_tokens(self) -> dict[int, RoutedTokens]:
-        """By layer with experts; empty of a model without any, and of one in transformers' code."""
+        """The counts by layer, for layers with experts. A model in transformers' code has none."""
         return {}
 
     def plan_conversions(self, stored: list[str]) -> list[Conversion]:
-        """How the stored tensors become those of `weights`; only of a model in transformers'
-        code.
+        """How the stored tensors become those of `weights`. Only a model in transformers' code has
+        this method.
         """
         raise TypeError(f"{type(self).__name__} reads its tensors as they are stored")
 
     def explore(self) -> int:
-        """Finds the attention layers of a model in transformers' code by a pass without a cache.
-        Returns its number of tokens.
+        """Finds the attention layers of a model in transformers' code by a pass without a cache,
+        and returns the pass's number of tokens.
         """
         raise TypeError(f"{type(self).__name__} knows its layers")
 
     def reserve_stream(self, num_tokens: int) -> None:
-        """Allocates the residual stream of steps of at most `num_tokens`. Only of a model that is
-        divided into stages, as the next two.
+        """Allocates the residual stream of steps of at most `num_tokens`. Only a model that is
+        divided into stages has this method and the next two.
         """
         raise TypeError(f"{type(self).__name__} is not divided into stages")
 
@@ -161,7 +162,7 @@ class Model(Protocol):
 
 
 class Forward(Protocol):
-    """A way to run one pass of a model: operation by operation, as one native call, or as a graph.
+    """Runs one pass of a model: operation by operation, as one native call, or as a graph.
 
     The results are valid until the next pass.
     """
@@ -178,14 +179,14 @@ class Forward(Protocol):
         """token_ids [T] i32, positions [T] i64, logits_indices [R] i64, ascending -> hidden [T,
         hidden_size], logits [R, vocab_size] f32, and the results of argmax over them.
 
-        A model without a head gives the hidden states alone, and logits_indices are not read.
-        token_types [T] i32: of a model that distinguishes them.
+        A model without a head returns the hidden states alone, and does not read logits_indices.
+        Only a model that distinguishes token types takes token_types [T] i32.
         """
         ...
 
 
 class TextEncoder(Model, Protocol):
-    """A model whose tokens see the whole text: hidden states, no logits and no cache."""
+    """A model whose tokens see the whole text. It has hidden states, but no logits and no cache."""
 
     has_head: bool = False
 
@@ -195,19 +196,19 @@ class TextEncoder(Model, Protocol):
 
 def expert_load(model: Model) -> dict[int, list[int]]:
     """For each layer with experts, the tokens that each of them got since the weights were loaded.
-    Empty for models without such layers, or in transformers' code.
+    The result is empty for models without such layers, and for models in transformers' code.
     """
     found = model.routed_tokens()
     if not found:
         return {}
-    # one copy from the device
+    # this needs one copy from the device
     counts = torch.stack([routed.counts for routed in found.values()])
     return dict(zip(found, counts.tolist()))
 
 
 @contextmanager
 def uncounted(model: Model) -> Iterator[None]:
-    """A context whose steps compute no tokens of requests, and are not counted."""
+    """A context whose steps compute no tokens of requests and are not counted."""
     before = [(routed, routed.counts.clone()) for routed in model.routed_tokens().values()]
     try:
         yield
@@ -218,7 +219,7 @@ def uncounted(model: Model) -> Iterator[None]:
 
 @contextmanager
 def padded(model: Model, slots: torch.Tensor) -> Iterator[None]:
-    """A context whose step has padding tokens, with negative slots [T] i64."""
+    """A context whose step has padding tokens, which have negative slots. slots: [T] i64."""
     found = model.routed_tokens().values()
     for routed in found:
         routed.slots = slots

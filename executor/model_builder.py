@@ -60,7 +60,7 @@ def select_operations(
     cpu_isa: str,
     group: TensorGroup = ALONE,
 ) -> OpTable:
-    """The operations for a model of this shape, shared by the ranks of `group`.
+    """Selects the operations for a model of this shape, which the ranks of `group` share.
 
     Raises InvalidParameterError for an unknown kernel, and for what the chosen ones do not offer.
     """
@@ -84,7 +84,7 @@ def select_operations(
 
 
 def _warn_of_unused_layers(make: LayerFactory, model: str) -> None:
-    """Logs which registered layers stand nowhere in the model that `make` has made."""
+    """Logs which registered layers occur nowhere in the model that `make` has made."""
     for built_in, layer in replacements():
         chosen = make.chosen_layers.get(built_in)
         if chosen is not None and layer in chosen:
@@ -119,8 +119,8 @@ class ModelBuilder:
         group: TensorGroup = ALONE,
         expert_group: ExpertGroup = ALL_EXPERTS,
     ):
-        """`group`: the ranks that have the other parts of the layers; `expert_group`: the engines
-        that have the other experts.
+        """`group` holds the ranks that have the other parts of the layers, and `expert_group` the
+        engines that have the other experts.
         """
         self.group, self.expert_group = group, expert_group
         self.config, self.dtype, self.device = config, dtype, device
@@ -140,8 +140,8 @@ class ModelBuilder:
         self.ops = select_operations(config, shape, dtype, kv_cache_dtype, device, cpu_isa, group)
 
     def build(self, directory: Path | None, report: Callable[[str, float], None]) -> Model:
-        """A model with the weights of `directory`, or random ones, without a cache. Raises
-        ModelLoadError, NotEnoughMemoryError.
+        """Returns a model with the weights of `directory`, or with random ones, without a cache.
+        Raises ModelLoadError, NotEnoughMemoryError.
         """
         model_config = self.config.model_config
         make = LayerFactory(
@@ -183,7 +183,7 @@ class ModelBuilder:
         directory: Path | None,
         quantization: CheckpointQuantization | None,
     ) -> None:
-        """Its pages are allocated when they are filled, not yet."""
+        """Checks that the model fits. Its pages are allocated only when they are filled."""
         model_config = self.config.model_config
         num_bytes, kind = make.weights_bytes, model_config.quantization or model_config.dtype
         if directory is not None and is_gguf(directory) and make.multiplies_blocks:
@@ -202,7 +202,9 @@ class ModelBuilder:
         check_weights_fit(num_bytes, kind, devices.free_bytes(self.device))
 
     def _quantization_of(self, directory: Path) -> CheckpointQuantization | None:
-        """How the weights of `directory` are stored; without a config.json, as the model's own."""
+        """How the weights of `directory` are stored: like the model's own where there is no
+        config.json.
+        """
         hf_config = self.config.model_config.hf_config
         path = directory / "config.json"
         if directory != Path(self.config.model_config.model) and path.exists():
@@ -213,7 +215,7 @@ class ModelBuilder:
         """Checks that the config.json or GGUF file of new weights, if there is one, describes the
         running model.
 
-        Not every difference shows in a shape. Raises ModelLoadError naming the first key that
+        Shapes do not show every difference. Raises ModelLoadError naming the first key that
         differs.
         """
         path = directory if is_gguf(directory) else directory / "config.json"

@@ -1,5 +1,5 @@
-"""Plugins: installed packages with an entry point in the group `quire.plugins`, and which of them
-an exception comes from.
+"""Loads plugins, which are installed packages with an entry point in the group `quire.plugins`, and
+tells which of them an exception comes from.
 
 Must not know: what plugins register.
 """
@@ -20,15 +20,16 @@ _loaded: dict[str, str] = {}  # entry point -> the module that it names
 def load_plugins() -> None:
     """Imports the plugins of installed packages, wherever the engine runs.
 
-    A child process has none of its parent's imports. Raises ModelLoadError naming the entry point
-    that fails: a model must not run on other kernels than the user installed.
+    A child process has none of its parent's imports, so it calls this again. Raises ModelLoadError
+    naming the entry point that fails: a model must not run on other kernels than the user
+    installed.
     """
     for plugin in installed_plugins():
         load_plugin(plugin)
 
 
 def load_plugin(plugin: EntryPoint) -> None:
-    """Raises ModelLoadError."""
+    """Imports one plugin. Raises ModelLoadError."""
     try:
         plugin.load()
     except (Exception, SystemExit) as error:
@@ -40,7 +41,7 @@ def load_plugin(plugin: EntryPoint) -> None:
 
 
 class PluginFault(QuireError):
-    """What a plugin's code returned is wrong. The message is one sentence that names the plugin."""
+    """A plugin's code returned a wrong value. The message is one sentence that names the plugin."""
 
 
 def plugin_failure(error: BaseException) -> str | None:
@@ -76,7 +77,7 @@ def is_of_plugin(module: str) -> bool:
 
 
 def describe_module(module: str) -> str:
-    """The plugin that a module is part of, or the module, in words."""
+    """Describes in words the plugin that a module is part of, or else the module."""
     if root := _root_of(module):
         return f"the plugin {root[0]} = {root[1]}"
     return f"the module {module}"
@@ -96,7 +97,7 @@ def _is_within(module: str, root: str) -> bool:
 
 @contextlib.contextmanager
 def naming_plugins() -> Iterator[None]:
-    """Within it, an exception from a plugin's code becomes a ModelLoadError that names it."""
+    """A context in which an exception from a plugin's code becomes a ModelLoadError naming it."""
     try:
         yield
     except Exception as error:

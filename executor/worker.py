@@ -1,5 +1,5 @@
-"""One rank: owns its model and its part of the KV cache. Alone, it is the executor of an engine in
-its own process.
+"""One rank, which owns its model and its part of the KV cache. A rank that is alone is the executor
+of an engine in its own process.
 
 Must not know: other ranks, requests, the scheduler, how a step is run.
 """
@@ -67,7 +67,7 @@ from .weights.early_memory import take as take_early_memory
 
 logger = logging.getLogger(__name__)
 
-# tokens of a forward pass that measures recomputation; the larger ones only for fast models
+# tokens of the forward passes that measure recomputation; only fast models run the larger ones
 MEASURED_TOKENS = (8, 32)
 MEASURING_BUDGET_S = 0.02  # of start-up; a slower pass is run once
 
@@ -80,15 +80,15 @@ class Worker:
     scheduler has dropped all KV entries by then. Each of these makes a new ModelRunner.
     """
 
-    # by collective_rpc: those that change nothing, and those that change what is in memory
+    # collective_rpc may call these: some change nothing, the others change what is in memory
     CALLABLE = frozenset(
         {"check_health", "execute_dummy_batch", "expert_load", "memory_usage"}
         | {"load_weights", "sleep", "wake_up"}
     )
 
     def __init__(self, config: EngineConfig, group: TensorGroup = ALONE):
-        """`config` is resolved. `group`: the ranks that have the other parts of the layers; they
-        make the same calls.
+        """`config` is resolved. The ranks of `group` have the other parts of the layers, and make
+        the same calls.
 
         Raises InvalidParameterError for what one rank on this device cannot do.
         """
@@ -119,11 +119,12 @@ class Worker:
         self._state: RunnerState | None = None  # set with the model, and kept while it sleeps
         self._cache: KVCacheMemory
         self._num_blocks = self._cache_bytes = self._num_host_blocks = 0
-        # what the runner is made of besides the model: each None until there is a cache
+        # the parts of the runner besides the model; each is None until there is a cache
         self._forward: Forward | None = None
         self._mover: BlockMover | None = None
-        # of an engine that drafts: with a model or head, which is none while the weights sleep, or
-        # without; and what is known of drafts that were accepted
+        # These belong to an engine that drafts. `_draft` is the model or head, if it drafts with
+        # one, and is None while the weights sleep. `_lookup` drafts without a model. `_depth`
+        # knows how many drafts were accepted.
         self._draft: Draft | None = None
         self._lookup: LookupDrafter | None = None
         self._depth: DraftDepth | None = None
@@ -131,7 +132,7 @@ class Worker:
     # ------------------------------------------------------------ start
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
-        """Builds the model and fills its weights; calls report(stage, fraction) as it goes.
+        """Builds the model, fills its weights and calls report(stage, fraction) as it goes.
 
         Raises ModelLoadError, InvalidParameterError (an unknown kernel or processor).
         """
@@ -197,7 +198,7 @@ class Worker:
             self.loras.use_model(model)
 
     def _assemble(self) -> None:
-        """Makes what runs steps of all that is in memory now."""
+        """Makes the runner from all that is in memory now."""
         pooling, model, pooler = self.config.model_config.pooling, self.model, None
         if pooling is not None:
             pooler = Pooler(pooling, self._dense, model.head)
@@ -219,7 +220,7 @@ class Worker:
 
     @property
     def model(self) -> Model:
-        """Raises RuntimeError while there is none."""
+        """The model. Raises RuntimeError while there is none."""
         if self._model is None:
             self.check_health()
         assert self._model is not None
@@ -227,7 +228,7 @@ class Worker:
 
     @property
     def runner(self) -> ModelRunner:
-        """Raises RuntimeError while there is none."""
+        """What runs steps. Raises RuntimeError while there is none."""
         if self._runner is None:
             self.check_health()
         assert self._runner is not None
@@ -235,18 +236,18 @@ class Worker:
 
     @property
     def state(self) -> RunnerState:
-        """The tables of requests; there are some once a model is loaded."""
+        """The tables of requests, which exist once a model is loaded."""
         assert self._state is not None
         return self._state
 
     @property
     def ops(self) -> OpTable:
-        """The operations that the model is made of."""
+        """The operations that the model uses."""
         return self._builder.ops
 
     @property
     def kv_cache_windows(self) -> tuple[int, ...]:
-        """Of each group of layers: see Executor."""
+        """See Executor."""
         return self._cache.groups.windows
 
     @property
@@ -256,15 +257,15 @@ class Worker:
         return num_bytes if self._draft is None else num_bytes + self._draft.block_bytes
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """All that have a part of each block of the KV cache, those of what drafts too."""
+        """All layers that have a part of each block of the KV cache, also those of what drafts."""
         layers = self.model.attention_layers()
         return layers if self._draft is None else [*layers, *self._draft.attention_layers()]
 
     def determine_num_blocks(self) -> int:
-        """The number of KV-cache blocks to allocate, including the null block.
+        """Returns how many KV-cache blocks to allocate, including the null block.
 
-        Raises NotEnoughMemoryError if one full sequence does not fit, and for more than the memory
-        that there is.
+        Raises NotEnoughMemoryError if one full sequence does not fit, and for more blocks than
+        memory holds.
         """
         block_bytes, num_sharing = self.block_bytes, self.group.num_on_machine
         num_blocks = plan_num_blocks(
@@ -272,7 +273,7 @@ class Worker:
         )
         if self.device.type == "cpu":
             num_sharing *= self.config.device_config.data_parallel_size
-        else:  # each has a GPU of its own
+        else:  # each rank has a GPU of its own
             num_sharing = 1
         free, total = devices.free_bytes(self.device), devices.total_bytes(self.device)
         num_bytes = num_sharing * num_blocks * block_bytes
@@ -281,8 +282,8 @@ class Worker:
         return num_blocks
 
     def _free_for_cache(self) -> int:
-        """Bytes: on a CPU the free memory, which steps and other programs share; on a GPU what the
-        largest step and its graphs leave.
+        """The bytes that the cache may take. On a CPU this is the free memory, which steps and
+        other programs share; on a GPU it is what the largest step and its graphs leave.
         """
         if self.device.type == "cpu":
             free = devices.free_host_bytes(has_standby=self.config.service_config.standby)
@@ -292,7 +293,7 @@ class Worker:
         num_bytes = devices.free_share_bytes(
             self.device, self.config.cache_config.gpu_memory_utilization
         )
-        # one for a step, one for graphs, which have a memory pool of their own
+        # a step takes it once, and graphs, which have a memory pool of their own, take it again
         max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
         for num_tokens in (max_num_tokens, scheduler_config.max_num_seqs):
             num_logits = min(num_tokens, scheduler_config.max_num_seqs)
@@ -303,8 +304,8 @@ class Worker:
         return num_bytes
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
-        """Allocates the cache, binds it to the layers and runs the model once; returns its size in
-        bytes.
+        """Allocates the cache, binds it to the layers, runs the model once, and returns the cache's
+        size in bytes.
         """
         with naming_plugins():
             self._make_cache(num_blocks)
@@ -325,10 +326,10 @@ class Worker:
         self._forward = self._make_forward()
         self._mover = self._make_block_mover()
         self._assemble()
-        # the first call of an operation may set things up, which must not delay a request; a broken
-        # operation fails here
+        # the first call of an operation may set things up, which must not delay a request; and a
+        # broken operation fails here
         self.runner.execute_dummy_batch()
-        if self._depth is None:  # else it has slept, and its costs are known
+        if self._depth is None:  # otherwise it has slept, and its costs are known
             self._depth = measure_depth(
                 self.config.scheduler_config,
                 self.state.batch,
@@ -339,8 +340,8 @@ class Worker:
             self._assemble()
 
     def _make_forward(self) -> Forward | None:
-        """How the model runs; None: operation by operation. Made anew when weights or cache have
-        moved, since programs and graphs hold their addresses.
+        """Makes what runs the model; None: operation by operation. Call it again when weights or
+        cache have moved, since programs and graphs hold their addresses.
         """
         config, stages = self.config, self.group.stages
         max_num_seqs = config.scheduler_config.max_num_seqs
@@ -382,7 +383,7 @@ class Worker:
         Returns the number of blocks, and the cost of bringing a request back.
         """
         mode = self.config.scheduler_config.preemption_mode
-        # ranks would measure different costs, and move other blocks than each other
+        # several ranks would measure different costs, and would then move different blocks
         if mode != "recompute" and self.group.num_ranks == 1:
             self._num_host_blocks = plan_num_host_blocks(
                 self.config,
@@ -427,7 +428,7 @@ class Worker:
 
     @property
     def burst_weights_bytes(self) -> int:
-        """Bytes of weights if a step with lookahead tokens is one call, else 0."""
+        """Bytes of weights if a step with lookahead tokens is one call, otherwise 0."""
         return self._builder.weights_bytes if self.runner.bursts is not None else 0
 
     def _make_block_mover(self) -> BlockMover:
@@ -452,7 +453,7 @@ class Worker:
         return self.offload
 
     def _open_store(self) -> BlockStore:
-        layers = self.attention_layers()  # of a drafting model, too
+        layers = self.attention_layers()  # also those of a drafting model
         shapes = [
             [layer.num_kv_heads, layer.head_dim, str(self.kv_cache_dtype)] for layer in layers
         ]
@@ -464,7 +465,7 @@ class Worker:
     # ------------------------------------------------------------ steps
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
-        """Nothing dies without this process."""
+        """Does nothing: no rank dies without this process."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step.
@@ -480,7 +481,7 @@ class Worker:
     def submit_model(
         self, scheduler_output: SchedulerOutput
     ) -> PendingStep | HostStep | Future[ModelRunnerOutput]:
-        """Starts a step; the caller schedules and submits the next one before it asks for the
+        """Starts a step. The caller schedules and submits the next one before it asks for the
         `result()`.
 
         Steps run in the order of submission. On a GPU the step is launched here, which costs less
@@ -498,27 +499,29 @@ class Worker:
         try:
             return self.runner.launch_model(scheduler_output)
         except Exception as error:
-            # an error of this step; the rows of the previous one are delivered first
+            # the error is this step's; the rows of the previous step are delivered first
             failed: Future[ModelRunnerOutput] = Future()
             failed.set_exception(error)
             return failed
 
     def append_sampled(self, num_sampled: list[int], token_ids: list[int]) -> None:
         """Takes the tokens of the oldest step that has none, as in ModelRunnerOutput. Only a stage
-        before the last one is called, before a step that needs these tokens.
+        before the last one is called so, ahead of a step that needs these tokens.
         """
         assert self.state.pending is not None
         self.state.pending.append(num_sampled, token_ids)
 
     def execute_dummy_batch(self) -> None:
-        """A forward pass without effects, to warm up."""
+        """Runs a forward pass without effects, to warm up."""
         self.check_health()
         self.runner.execute_dummy_batch()
 
     def check_grammar(
         self, params: StructuredOutputsParams, *, is_known: bool = False, owner: str = ""
     ) -> Future[None]:
-        """See Executor. Takes milliseconds, at most a few seconds, once it is the owner's turn."""
+        """See Executor. A compilation takes milliseconds, at most a few seconds, once it is the
+        owner's turn.
+        """
         if self._state is None or self._state.grammars is None:
             raise RuntimeError("the executor has no model: it was not loaded, or it was shut down")
         return self._state.grammars.check(params, is_known=is_known, owner=owner)
@@ -548,12 +551,12 @@ class Worker:
         return self.expert_group.meet(has_work)
 
     def join_pass(self) -> None:
-        """A pass without data, in which this engine's experts compute rows of the others."""
+        """Runs a pass without data, in which this engine's experts compute rows of the others."""
         self.check_health()
         self.expert_group.run(self.runner.execute_dummy_batch, self.runner.execute_dummy_batch)
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of CALLABLE on every rank; returns the results in rank order.
+        """Calls a method of CALLABLE on every rank and returns the results in rank order.
 
         Raises InvalidParameterError.
         """
@@ -579,7 +582,7 @@ class Worker:
         self.tracer = StepTracer(self.runner, num_steps, self.num_threads)
 
     def end_trace(self) -> RanksTrace:
-        """Ends the recording, and returns what there is. The first call measures the machine, which
+        """Ends the recording and returns what there is. The first call measures the machine, which
         takes tenths of a second.
         """
         self._stop_tracer()
@@ -603,7 +606,7 @@ class Worker:
         )
 
     def _stop_tracer(self) -> None:
-        """The runner that it traces will not run any more, or the trace ends."""
+        """Stops the tracer because its runner will not run any more, or because the trace ends."""
         if self.tracer is not None:
             self.tracer.stop()
             self._stopped_tracer, self.tracer = self.tracer, None
@@ -620,8 +623,8 @@ class Worker:
             raise RuntimeError("the worker has no model: it was not loaded, or it was shut down")
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes of weights and cache (on a CPU only written pages take memory), and of the whole
-        process.
+        """The bytes of weights and cache, and of the whole process. On a CPU, only the written
+        pages of the cache take memory.
         """
         return {
             "weights_bytes": 0 if "weights" in self.asleep else self._weights_bytes,
@@ -641,10 +644,10 @@ class Worker:
     def sleep(self, tags: list[str]) -> None:
         """Releases the memory of "kv_cache" or "weights".
 
-        On a CPU there is no other place for weights: they are dropped.
+        A CPU has no other place for weights: they are dropped.
         """
         self._stop_tracer()
-        # it holds the model and, by their addresses, weights and cache
+        # the runner holds the model and, by their addresses, weights and cache
         self._runner = self._forward = None
         if "kv_cache" in tags and "kv_cache" not in self.asleep:
             if self._model is not None:
@@ -661,7 +664,7 @@ class Worker:
         """Reads the weights again from their source, and allocates the cache, which needs the
         weights.
 
-        What fails stays asleep.
+        A part that fails stays asleep.
         """
         for tag in ("weights", "kv_cache"):
             if tag not in tags or tag not in self.asleep:
@@ -674,8 +677,8 @@ class Worker:
             self.asleep.discard(tag)
 
     def load_weights(self, path: str) -> None:
-        """Replaces the weights by those in the directory `path`; on an error the old ones stay
-        in use.
+        """Replaces the weights by those in the directory `path`. On an error the old ones stay in
+        use.
 
         The new model is built while the old one is in memory, so both must fit. Raises
         ModelLoadError, NotEnoughMemoryError.
@@ -704,7 +707,7 @@ class Worker:
         devices.release_memory()
 
     def shutdown(self) -> None:
-        """Frees model and cache after the step in flight. May be called twice."""
+        """Frees model and cache after the step in flight. It may be called twice."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
             self._thread = None

@@ -32,12 +32,12 @@ class ModelKind:
     name: str  # of the architecture, or of the class
     parse_config: Callable[[dict[str, Any]], Any]
     build: Callable[..., Any]
-    is_fallback: bool = False  # transformers reads config.json
+    is_fallback: bool = False  # whether transformers reads config.json
 
 
 def register_model(architecture: str, model: Architecture | type) -> None:
-    """Makes `model` that of configs which name `architecture`: the row of a model whose layers are
-    built-in ones, or a class.
+    """Makes `model` the model of every config that names `architecture`. `model` is the row of a
+    model with built-in layers, or a class.
 
     The class needs `parse_config(hf_config) -> DecoderConfig` and the constructor `(config, make:
     LayerFactory, max_model_len)`; docs/extending.md has an example.
@@ -46,7 +46,7 @@ def register_model(architecture: str, model: Architecture | type) -> None:
 
 
 def registered_models() -> dict[str, Any]:
-    """By architecture: its row, or a registered class."""
+    """The row or the registered class of each architecture."""
     return dict(_MODELS)
 
 

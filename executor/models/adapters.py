@@ -2,9 +2,9 @@
 
 Must not know: architectures, files, requests, which adapter is in which place.
 
-Models do not know of them. Addresses never change, so that a recorded program may hold them. Pages
-in which few adapters have something, as those of embeddings and heads, are allocated when an
-adapter is first put there.
+Models do not know of them. Addresses never change, so that a recorded program may hold them. Few
+adapters have weights for embeddings and heads, so pages for those are allocated when an adapter is
+first put there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class AdapterRows:
         self._huge_pages = HugePages()
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for A or B of most adapters in all places; shape[-2] is the highest rank."""
+        """Returns memory for A or B of most adapters in all places; shape[-2] is the top rank."""
         if self.device.type != "cpu" or shape[-2] > HUGE_PAGES_RANK:
             return torch.zeros(*shape, dtype=dtype, device=self.device)
         memory = self._huge_pages.empty(*shape, dtype=dtype)
@@ -49,7 +49,7 @@ class AdapterRows:
 
     @contextmanager
     def watched(self) -> Iterator[dict[LinearAdapters | EmbeddingAdapters, list[int]]]:
-        """`seen` of the passes within, which add nothing."""
+        """A context that yields `seen` of its passes, in which adapters add nothing."""
         self.seen = {}
         try:
             yield self.seen
@@ -57,7 +57,7 @@ class AdapterRows:
             self.seen = None
 
     def begin(self, adapters: torch.Tensor | None, logits_indices: torch.Tensor) -> None:
-        """Call it before each step; adapters [T], logits_indices [R]."""
+        """Sets the rows of a step. Call it before each step. adapters [T], logits_indices [R]."""
         self.adapters = adapters
         is_each = adapters is not None and len(logits_indices) == len(adapters)
         self.indices = None if is_each else logits_indices
@@ -82,7 +82,9 @@ class LinearAdapters:
         dtype: torch.dtype,
         is_common: bool = True,
     ):
-        """slices: the outputs of each projection. is_common: most adapters have something here."""
+        """slices: the outputs of each projection. is_common: whether most adapters have weights
+        here.
+        """
         self.add_lora = ops.add_lora
         self.rows = rows
         self.slices = slices
@@ -119,7 +121,7 @@ class LinearAdapters:
         return Adapted(self.a.shape[-1], self.slices[index])
 
     def put(self, place: int, index: int, weights: AdapterWeights) -> None:
-        """The adapter of projection `index` into a place, which has been cleared."""
+        """Puts the adapter of projection `index` into a place, which has been cleared."""
         first, end = self._first[index : index + 2]
         a, b, scales, ranks = self._all
         a[place, index, : weights.rank] = weights.a
@@ -131,8 +133,8 @@ class LinearAdapters:
 
 
 class _Writable:
-    """Writes parts of a tensor. On CPUs NumPy does, with one thread and without torch's time for a
-    call: this happens between two steps.
+    """Writes parts of a tensor. On CPUs it uses NumPy, which needs one thread and less time for a
+    call than torch: this happens between two steps.
     """
 
     def __init__(self, tensor: torch.Tensor):
@@ -186,7 +188,7 @@ class EmbeddingAdapters:
         return Adapted(self.a.shape[1], self.hidden_size, is_embedding=True)
 
     def put(self, place: int, index: int, weights: AdapterWeights) -> None:
-        """The embedding's adapter into a place, which has been cleared."""
+        """Puts the embedding's adapter into a place, which has been cleared."""
         self.a[place, :, : weights.rank] = weights.a
         self.b[place, :, : weights.rank] = weights.b
         self.scales[place], self.ranks[place] = weights.scale, weights.rank

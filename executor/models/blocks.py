@@ -37,10 +37,10 @@ class Attention:
         is_merged: bool = False,
         has_sinks: bool = False,
     ):
-        """layer: its index in the stack; ropes: from make.ropes; qk_norm_whole, is_merged and
-        has_sinks: see ipc/models/architectures.py
+        """`layer` is the index in the stack, and `ropes` come from make.ropes. For qk_norm_whole,
+        is_merged and has_sinks see ipc/models/architectures.py.
         """
-        # this rank's
+        # the numbers of heads that this rank has
         self.num_heads = make.share(config.num_attention_heads, "num_attention_heads")
         self.num_kv_heads = make.share(config.num_key_value_heads, "num_key_value_heads")
         self.head_dim = config.head_dim
@@ -59,13 +59,13 @@ class Attention:
         self.scale = config.attention_scale
         self.sliding_window = config.sliding_windows[layer]
         self.ops = make.ops
-        # [num_blocks, block_size, num_kv_heads, head_dim], of bind_cache
+        # [num_blocks, block_size, num_kv_heads, head_dim], set by bind_cache
         self.key_cache: torch.Tensor | None = None
         self.value_cache: torch.Tensor | None = None
-        self.kv_cache_group = 0  # of its block table
+        self.kv_cache_group = 0  # the group of its block table
         self._heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        # Only if one implementer provides the fused operation and its parts: a user's kernel for
-        # one part must not be bypassed.
+        # The operation is fused only if one implementer provides it and its parts: a user's kernel
+        # for one part must not be bypassed.
         is_plain = rope is not None and rope.query is rope.key and not qk_norm_whole
         self._fused = is_plain and len({self.ops.chosen[op] for op in FUSED_PARTS}) == 1
         self._qk_norm_whole = qk_norm_whole
@@ -77,8 +77,8 @@ class Attention:
         self._q_rows = self.num_heads * self.head_dim
 
     def bind_cache(self, key: torch.Tensor | None, value: torch.Tensor | None, group: int) -> None:
-        """Makes these its part of the KV cache, with the block table of this group of layers; None:
-        it has none now.
+        """Makes these its part of the KV cache, with the block table of this group of layers. None
+        takes the cache away.
         """
         self.key_cache, self.value_cache, self.kv_cache_group = key, value, group
 
@@ -94,7 +94,7 @@ class Attention:
     def attend(
         self, qkv: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """Attends with the product qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]."""
+        """Attends with the product `qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim]."""
         ops, num_tokens = self.ops, len(qkv)
         query, key, value = qkv.view(num_tokens, -1, self.head_dim).split(self._heads, dim=1)
         if metadata.groups:
@@ -128,7 +128,7 @@ class Attention:
         return self.o_proj(attended.view(num_tokens, self._q_rows))
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """query [T, heads, head_dim] and key [T, kv_heads, head_dim] after their norms, if any"""
+        """query [T, heads, head_dim] and key [T, kv_heads, head_dim], after their norms if any."""
         if self.q_norm is None or self.k_norm is None:
             return query, key
         if self._qk_norm_whole:
@@ -143,7 +143,7 @@ class Attention:
         rotate, (of_query, of_key) = self.ops.rotary_embedding, self.rope
         if of_query is of_key:
             rotate(positions, query, key, of_key)
-        else:  # by tables of their own: each beside no heads of the other
+        else:  # they have tables of their own, so each rotates alone
             rotate(positions, query, key[:, :0], of_query)
             rotate(positions, query[:, :0], key, of_key)
 
@@ -156,14 +156,14 @@ class Attention:
 
 
 class BidirectionalAttention(Attention):
-    """Attention over all tokens of a text, in both directions and without a cache; a window reaches
+    """Attention over all tokens of a text, in both directions and without a cache. A window reaches
     half as far to each side.
     """
 
     def __call__(
         self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """x [T, hidden_size], positions [T] i64 -> [T, hidden_size]"""
+        """x [T, hidden_size], positions [T] i64 -> [T, hidden_size]."""
         query, key, value = (
             self.qkv_proj(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
         )
@@ -193,7 +193,7 @@ class GatedMLP:
         is_merged: bool = False,
         size: int = 0,
     ):
-        """size: the inner size, default the config's intermediate_size"""
+        """size: the inner size; the default is the config's intermediate_size."""
         size = size or config.intermediate_size
         shards = {"gate_up_proj": 2 * size} if is_merged else {"gate_proj": size, "up_proj": size}
         self.gate_up_proj = make.linear(config.hidden_size, shards, bias)

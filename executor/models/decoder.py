@@ -27,7 +27,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class MLP(Protocol):
-    """What follows attention in a layer."""
+    """The block that follows attention in a layer."""
 
     name: str  # of the layer's part that has its tensors
 
@@ -37,8 +37,8 @@ class MLP(Protocol):
 
 
 class DecoderLayer:
-    """Attention and MLP. Each reads the residual stream through `before` and its result goes
-    through `after`, where these norms exist, and is added to the stream.
+    """Attention and MLP. Each reads the residual stream through its norm `before`. Its result goes
+    through its norm `after` and is added to the stream. A layer may lack some of these norms.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Decoder(Model):
         norms: LayerNorms = PRE_NORMS,
         embedding_scale: float | None = None,
     ):
-        """embedding_scale: default the config's."""
+        """embedding_scale: the default is the config's."""
         self.config = config
         self.ops = make.ops
         self.embedding_scale = config.embedding_scale
@@ -92,18 +92,18 @@ class Decoder(Model):
             self.embed_tokens = make.embedding(
                 "embed_tokens", config.vocab_size, config.hidden_size, head
             )
-        # of each layer of experts
+        # the experts of each layer that other engines have
         self.other_experts: set[int] = set()
         if config.experts is not None:
             own, count = make.own_experts(config.experts.count), config.experts.count
             self.other_experts = set(range(count)).difference(own)
-        # those of this stage
+        # the layers of this stage
         self.layer_range = self.stages.layers_of(config.num_hidden_layers, head_in_layers(config))
         self.layers = [
             DecoderLayer(make, config, make_attention(i), make_mlp(i), norms)
             for i in self.layer_range
         ]
-        # [tokens, hidden_size], of a stage after the first one: the residual stream
+        # the residual stream of a stage after the first one, [tokens, hidden_size]
         self.state, self._device = torch.empty(0), make.device
         self.norm: RMSNorm | None = None
         if self.stages.is_last:
@@ -115,7 +115,7 @@ class Decoder(Model):
             table = self.embed_tokens if config.tie_word_embeddings else None
             self.head = TokenScore(make, config, table)
         elif not self.has_head:
-            pass  # it pools, or the last stage has it
+            pass  # the model pools, or the last stage has the head
         elif config.tie_word_embeddings:
             assert self.embed_tokens is not None
             self.lm_head = make.tied_head(self.embed_tokens)
@@ -126,7 +126,7 @@ class Decoder(Model):
     def of_row(
         cls, row: Architecture, config: DecoderConfig, make: LayerFactory, max_model_len: int
     ) -> Decoder:
-        """The model of an architecture. config: of row.parse."""
+        """Makes the model of an architecture. `config` is what row.parse returns."""
         ropes = make.ropes(config, max_model_len)
         qkv_bias, o_bias = row.attention_biases(config)
         biases = {"qkv_bias": qkv_bias, "o_bias": o_bias}
@@ -154,8 +154,9 @@ class Decoder(Model):
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """token_ids [T] i32 or i64, positions [T] i64 -> hidden states [T, hidden_size], normed. A
-        stage before the last one returns what send_stream takes. Call receive_stream before.
+        """token_ids [T] i32 or i64, positions [T] i64 -> hidden states [T, hidden_size], normed.
+
+        A stage before the last one returns what send_stream takes. Call receive_stream first.
         """
         if self.stages.is_first:
             assert self.embed_tokens is not None
@@ -192,7 +193,7 @@ class Decoder(Model):
     def receive_stream(self, num_tokens: int) -> None:
         """Waits for the residual stream [num_tokens, hidden_size] of the stage before."""
         if not self.stages.is_first:
-            if len(self.state) < num_tokens:  # before the cache is sized
+            if len(self.state) < num_tokens:  # the cache is not yet sized
                 self.reserve_stream(num_tokens)
             received = self.stages.receive(num_tokens, self.config.hidden_size, self.dtype)
             self.state[:num_tokens].copy_(received)
@@ -205,8 +206,8 @@ class Decoder(Model):
     def _add(
         self, x: torch.Tensor, residual: torch.Tensor, after: RMSNorm | None, before: RMSNorm | None
     ) -> torch.Tensor:
-        """Adds a block's result x to `residual` in place and returns the input of the next block.
-        `after` and `before`: the norms of the result and of that input.
+        """Adds a block's result `x` to `residual` in place and returns the input of the next block.
+        `after` and `before` are the norms of the result and of that input.
         """
         if after is not None:
             x = after(x)
@@ -227,7 +228,7 @@ class Decoder(Model):
         return logits
 
     def weights(self) -> Weights:
-        """The weight-name table: every name that the checkpoint must have, with the tensor it
+        """The weight-name table: every name that the checkpoint must have, with the tensor that it
         fills.
         """
         prefix = self.config.name_prefix
@@ -267,13 +268,13 @@ class Decoder(Model):
         return is_layer and int(layer) not in self.layer_range
 
     def routed_tokens(self) -> dict[int, RoutedTokens]:
-        """By layer; a plugin's block may have no experts, and no attribute for them."""
+        """The counts by layer. A plugin's block may have no experts, and no attribute for them."""
         blocks = [getattr(layer.mlp, "routed", None) for layer in self.layers]
         return {i: routed for i, routed in zip(self.layer_range, blocks) if routed is not None}
 
     def attention_layers(self) -> list[Attention]:
-        """The attention layers in order; each owns its key_cache and value_cache. None of a model
-        whose tokens see the whole text: it has no cache.
+        """The attention layers in order; each owns its key_cache and value_cache. The list is empty
+        for a model whose tokens see the whole text: it has no cache.
         """
         return [] if self.config.is_bidirectional else [layer.self_attn for layer in self.layers]
 

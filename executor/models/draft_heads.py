@@ -1,13 +1,13 @@
-"""Heads that draft: one decoder layer each, which reads hidden states of the model that verifies.
+"""Heads that draft. Each is a decoder layer that reads hidden states of the model that verifies.
 
 Must not know: files, requests, how drafts are verified.
 
-Position i of a head has the token after position i and the hidden state of position i; it gives the
-logits of the token after that. The state of a next pass is the head's own, so a head writes it over
-the one that it has read.
+Position i of a head reads the token after position i and the hidden state of position i, and gives
+the logits of the token after that. A further pass reads the head's own state, so a head overwrites
+the state that it has read.
 
-EAGLE-3 (Li et al. 2025) reads three layers of the model, Eagle3Taps, and its own residual stream in
-further passes. Multi-token prediction (DeepSeek-V3, 2024) reads the last hidden states.
+EAGLE-3 (Li et al. 2025) reads three layers of the model (Eagle3Taps), and in further passes its own
+residual stream. Multi-token prediction (DeepSeek-V3, 2024) reads the last hidden states.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .layers import LayerFactory, Weights
 
 class Eagle3Taps:
     """Adds up what EAGLE-3's fc makes of the inputs of three layers: fc(concat(a, b, c)) is the sum
-    of its three parts. `state` [tokens, hidden_size] must be zeroed before a pass of the model.
+    of its three parts. The caller zeroes `state` [tokens, hidden_size] before a pass of the model.
     """
 
     def __init__(self, make: LayerFactory, config: DecoderConfig, layers: list[int], rows: int):
@@ -47,8 +47,8 @@ class Eagle3Taps:
 
 
 class DraftHead(Model):
-    """What both kinds have. `state` [tokens, hidden_size]: what a pass reads, and then what the
-    next one reads; embedding and output head may be the model's.
+    """The base of both kinds. A pass reads `state` [tokens, hidden_size] and then leaves there what
+    the next pass reads. Embedding and output head may be the model's.
     """
 
     def __init__(self, make: LayerFactory, config: DecoderConfig, rows: int):
@@ -71,12 +71,12 @@ class DraftHead(Model):
         return self.lm_head.logits(hidden)
 
     def attention_layers(self) -> list[Any]:
-        raise NotImplementedError  # of each kind
+        raise NotImplementedError  # each kind has its own
 
 
 class Eagle3Attention(Attention):
-    """Its input is the concatenation of a token's embedding and a hidden state, both normed: the
-    sum of two products.
+    """Attention whose input is the concatenation of a token's embedding and a hidden state, both
+    normed. It is computed as the sum of two products.
     """
 
     def __init__(self, make: LayerFactory, config: DecoderConfig, *args: Any):
@@ -90,15 +90,15 @@ class Eagle3Attention(Attention):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """token and hidden [T, hidden_size] -> [T, hidden_size]"""
+        """token and hidden [T, hidden_size] -> [T, hidden_size]."""
         qkv = self.qkv_proj(token)
         self.ops.add(self.hidden_qkv_proj(hidden), qkv)
         return self.attend(qkv, positions, metadata)
 
 
 class Eagle3Head(DraftHead):
-    """`tap_layers`: of the model. known [D] i32: the tokens that its output head has a row for,
-    ascending; None: all. Others are never drafted.
+    """The head of EAGLE-3. `tap_layers` are layers of the model. `known` [D] i32, ascending, are
+    the tokens that the output head has a row for; None: all. Other tokens are never drafted.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class Eagle3Head(DraftHead):
 
 
 class MTPHead(DraftHead):
-    """Multi-token prediction: a layer of the model's kind over the sum of two projections, of a
-    token's embedding and of a hidden state.
+    """Multi-token prediction: a layer of the model's kind, which reads the sum of two projections,
+    one of a token's embedding and one of a hidden state.
     """
 
     def __init__(

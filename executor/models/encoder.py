@@ -1,5 +1,5 @@
-"""The stack that text encoders share: embeddings, layers of attention in both directions and MLP
-with layer norms after or before them.
+"""The stack that text encoders share: embeddings, then layers of attention in both directions and
+an MLP, with layer norms after or before them.
 
 Must not know: which architectures there are, files, requests. ipc/models/encoders.py has the names
 of the tensors.
@@ -20,7 +20,7 @@ from ..pooling.heads import make_head
 from ..weights.table import Weight
 from .layers import LayerFactory, Rope, Weights
 
-MAX_DISTANCE = 128  # of two tokens: all beyond have the last bucket's bias
+MAX_DISTANCE = 128  # of two tokens; those farther apart have the last bucket's bias
 
 
 class LayerNorm:
@@ -46,8 +46,8 @@ class LayerNorm:
 
 
 class RelativeBias:
-    """What attention adds to a logit by the distance of key and query, in buckets (Raffel et al.
-    2020; MPNet). All layers have the same.
+    """The bias that attention adds to a logit. It depends on the bucket of the distance of key and
+    query (Raffel et al. 2020; MPNet). All layers have the same bias.
     """
 
     saved_bytes = 0
@@ -57,7 +57,7 @@ class RelativeBias:
         self.table = make.parameter(
             config.relative_buckets, config.num_attention_heads, dtype=torch.float32
         )
-        # [heads, 2 * MAX_DISTANCE + 1] for the distances from -MAX_DISTANCE on
+        # [heads, 2 * MAX_DISTANCE + 1], for the distances from -MAX_DISTANCE on
         self.by_distance = torch.empty(
             config.num_attention_heads, 2 * MAX_DISTANCE + 1, device=make.device
         )
@@ -73,8 +73,8 @@ class RelativeBias:
 
 
 def relative_buckets(distances: torch.Tensor, count: int) -> torch.Tensor:
-    """The bucket of each distance, key minus query: half of them for each direction, of these half
-    for single distances and half, on a logarithmic scale, up to MAX_DISTANCE.
+    """The bucket of each distance, key minus query. Each direction has half of the buckets. Of
+    these, half hold a single distance each, and half are on a logarithmic scale up to MAX_DISTANCE.
     """
     half = count // 2
     exact, far = half // 2, distances.abs()
@@ -84,7 +84,9 @@ def relative_buckets(distances: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class EncoderLayer:
-    """`norms`: after attention and MLP, or before them, where the first may be missing."""
+    """Attention and MLP. `norms` come after them or before them; if before, the first may be
+    missing.
+    """
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class EncoderLayer:
 
 
 class Encoder(TextEncoder):
-    """A text encoder: it has hidden states, and no logits."""
+    """A text encoder. It has hidden states and no logits."""
 
     def __init__(
         self,
@@ -221,7 +223,7 @@ class Encoder(TextEncoder):
         return types
 
     def weights(self) -> Weights:
-        """The weight-name table, as in decoder.py."""
+        """The weight-name table; see decoder.py."""
         names, base = self.names, self.names.base
         yield from self.words.weights(base)
         if self.positions is not None:

@@ -20,21 +20,21 @@ from .layers import LayerFactory, Weights
 
 
 class DividedExperts:
-    """Called as `fused_moe`, with the experts that this engine has: rows go where their experts
-    are, and back.
+    """Called like `fused_moe`, with the experts that this engine has: rows go to the engines that
+    have their experts, and come back.
 
     The result has the bits of `fused_moe` with all experts: an expert returns the same numbers for
     a row in any company, and the row's engine adds them in the order of the row's ids.
     """
 
     def __init__(self, ops: Any, group: ExpertGroup, share: int):
-        """share: how many experts each engine has; the first engine has the first ones."""
+        """Each engine has `share` experts; the first engine has the first ones."""
         self.ops, self._group, self._share = ops, group, share
 
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Experts
     ) -> torch.Tensor:
-        """x [T, H], ids [T, K] i32 of all experts, weights [T, K] fp32 -> [T, H]"""
+        """x [T, H], ids [T, K] i32 of all experts, weights [T, K] fp32 -> [T, H]."""
         group = self._group
         all_x, all_ids, num_rows = group.gather(x, ids)
         is_mine = all_ids // self._share == group.rank
@@ -51,8 +51,8 @@ class DividedExperts:
 
 
 class MixtureOfExperts:
-    """The weighted sum of the experts that a router chooses for each token; plus, where there is
-    one, the expert that all tokens share, times the sigmoid of its gate.
+    """The weighted sum of the experts that a router chooses for each token. Where there is an
+    expert that all tokens share, its result times the sigmoid of its gate is added.
     """
 
     def __init__(self, make: LayerFactory, config: DecoderConfig, layer: int):
@@ -87,7 +87,7 @@ class MixtureOfExperts:
 
     @cached_property
     def experts(self) -> Experts:
-        """The packed weights of this engine's, once all are there."""
+        """The packed weights of this engine's experts, once all are there."""
         gate_up, down = ([layer.packed for layer in part] for part in (self.gate_up, self.down))
         return Experts(gate_up, down, self.activation)
 

@@ -33,12 +33,12 @@ def register_layer(
     """Makes models use `layer` where they would use the built-in class of the name `built_in`:
     Attention, GatedMLP, MixtureOfExperts or RMSNorm.
 
-    `layer` is called with the arguments of the class that it replaces, and what it returns has the
-    methods and attributes that the class documents; it may be a subclass. `when` gets the model's
-    configuration and the layer's index in the stack (None for a norm) and decides where the
+    `layer` is called with the arguments of the class that it replaces. What it returns has the
+    methods and attributes that the class documents; `layer` may be a subclass. `when` gets the
+    model's configuration and the layer's index in the stack (None for a norm) and decides where the
     replacement applies. Of several whose condition holds, the last registered one is used.
 
-    Raises InvalidParameterError for another name. Models in transformers' code have none of these
+    Raises InvalidParameterError for any other name. Models in transformers' code have none of these
     layers.
     """
     if built_in not in BUILT_IN:
@@ -60,7 +60,7 @@ def unregister_layer(built_in: str, layer: Layer) -> None:
 
 
 def replacements() -> list[tuple[str, Layer]]:
-    """(the built-in layer's name, what replaces it), in order of registration."""
+    """The built-in layers' names with what replaces them, in order of registration."""
     return [(name, one.layer) for name, some in _replacements.items() for one in some]
 
 

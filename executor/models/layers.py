@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 class Rope(NamedTuple):
     """Cosines and sines of the angles of queries and keys; usually one tensor."""
 
-    query: torch.Tensor  # [positions, rotary_dim] f32; times the scale of a position's queries
+    query: torch.Tensor  # [positions, rotary_dim] f32, times the scale of a position's queries
     key: torch.Tensor
 
 
@@ -58,7 +58,7 @@ class RMSNorm:
         self.fused_add_rms_norm = ops.fused_add_rms_norm
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., size] -> the same shape, normalised over the last dimension"""
+        """[..., size] -> the same shape, normalised over the last dimension."""
         return self.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> None:
@@ -87,7 +87,8 @@ class LayerFactory:
     ):
         """quantization: "int8" or "int4" for the weights of linear layers; the head is int8 in both
         cases. group: the ranks that have the other parts of layers. expert_group: the engines that
-        have the other experts. loras: of which linear layers and embeddings have room, if at all.
+        have the other experts. loras: the adapters for which linear layers and embeddings have
+        room, if any.
         """
         self.group, self.expert_group = group, expert_group
         self._loras = loras if loras is not None and loras.enable_lora else None
@@ -98,7 +99,7 @@ class LayerFactory:
         self.weights_bytes = 0  # of all layers made so far, packed
         self._bits = QUANTIZATION_BITS[quantization] if quantization else None
         self._logged_types: set[str] = set()  # of blocks that memory does not hold, and of layers
-        # what stands in the model so far for layers that a plugin can replace, by the built-in name
+        # by the built-in name: the layers that the model has so far where a plugin can replace them
         self.chosen_layers: dict[str, set[Layer]] = {}
 
     def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
@@ -106,9 +107,9 @@ class LayerFactory:
         blocks of a GGUF file.
 
         Call it for every tensor before the model runs. Blocks are kept where `keeps_blocks` says
-        so: linear layers multiply them, embeddings read their rows. Others are dequantized.
-        `values` may lie in a private mapping of a file and are not used afterwards. A complete
-        linear layer is packed, directly from the mapping where possible, and its source is
+        so: linear layers multiply them, and embeddings read their rows. Other blocks are
+        dequantized. `values` may lie in a private mapping of a file, and are not used afterwards. A
+        complete linear layer is packed, directly from the mapping where possible, and its source is
         released, so that at most one layer is in memory twice.
         """
         if not isinstance(tensor, Weight):
@@ -129,7 +130,9 @@ class LayerFactory:
         self.weights_bytes -= tensor.layer.saved_bytes
 
     def _in_memory(self, blocks: PackedRows, dtype: torch.dtype) -> torch.Tensor | PackedRows:
-        """Blocks of the type that memory holds, or numbers; logs each change of a type once."""
+        """Returns blocks of the type that memory holds, or numbers. It logs each change of a type
+        once.
+        """
         kept: torch.Tensor | PackedRows
         if self.keeps_blocks(blocks.type):
             kept = blocks.for_memory()
@@ -143,7 +146,7 @@ class LayerFactory:
         return kept
 
     def keeps_blocks(self, type: str) -> bool:
-        """Whether blocks of this type stay blocks (of a GGUF file: of the type in MEMORY_TYPES).
+        """Whether blocks of this type stay blocks; a GGUF file's become those of MEMORY_TYPES.
 
         In float32 they do not: their activations would be quantized.
         """
@@ -155,7 +158,7 @@ class LayerFactory:
 
     @property
     def multiplies_blocks(self) -> bool:
-        """`keeps_blocks` of the types that have kernels."""
+        """What `keeps_blocks` says of the types that have kernels."""
         return (
             self._bits is None
             and self.dtype == torch.bfloat16
@@ -165,7 +168,7 @@ class LayerFactory:
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         try:
             parameter = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        except RuntimeError:  # of torch's allocators, in several lines
+        except RuntimeError:  # torch's allocators raise it, with several lines of text
             raise NotEnoughMemoryError(
                 "model",
                 f"a tensor of shape {list(shape)} does not fit the memory; quire plan shows what "
@@ -183,11 +186,11 @@ class LayerFactory:
         *,
         takes_adapters: bool = True,
     ) -> Linear:
-        """Projections of one input, merged into one multiplication.
+        """Makes projections of one input, merged into one multiplication.
 
-        Under tensor parallelism a rank keeps a part of the rows of every shard, in whole units (of
-        rows of a head); ranks that are more than a shard has units have some in common.
-        takes_adapters: of LoRA, where the model's layers have any.
+        Under tensor parallelism a rank keeps a part of the rows of every shard, in whole units (the
+        rows of a head). Where a shard has fewer units than there are ranks, several ranks have the
+        same unit. takes_adapters: whether LoRA applies, where the model's layers have adapters.
         """
         ranges = {name: self.group.range_of(rows, unit) for name, rows in shards.items()}
         own = {name: end - begin for name, (begin, end) in ranges.items()}
@@ -213,7 +216,7 @@ class LayerFactory:
         *,
         takes_adapters: bool = True,
     ) -> Linear:
-        """A projection back to the residual stream.
+        """Makes a projection back to the residual stream.
 
         Under tensor parallelism a rank keeps a part of the columns, and the results are added.
         """
@@ -232,7 +235,7 @@ class LayerFactory:
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x, rounded to its dtype; x itself where there is one rank."""
+        """Returns the sum of all ranks' `x`, rounded to its dtype, or `x` itself for one rank."""
         return x if self.group.size == 1 else self.group.all_reduce(x, x.dtype)
 
     def own_experts(self, count: int) -> range:
@@ -240,8 +243,8 @@ class LayerFactory:
         return experts_of(self.expert_group.rank, self.expert_group.size, count)
 
     def router(self, name: str, in_features: int, out_features: int, bias: bool = False) -> Linear:
-        """The choice of experts, by `logits`: its weight keeps the dtype in every quantization, and
-        it takes no adapters.
+        """Makes the layer whose `logits` choose experts. Its weight keeps the dtype in every
+        quantization, and it takes no adapters.
         """
         weight = self.parameter(out_features, in_features)
         bias_of_all = self.parameter(out_features) if bias else None
@@ -250,7 +253,7 @@ class LayerFactory:
     def embedding(
         self, name: str, vocab_size: int, hidden_size: int, head: str | None = None
     ) -> Embedding:
-        """head: the name of an output head with the same weight (`tied_head`)."""
+        """Makes an embedding. head: the name of an output head with its weight (`tied_head`)."""
         tie = None if head is None else partial(self._tie, head)
         if self.group.size > 1:
             begin, end = self.group.even_range(vocab_size)
@@ -280,7 +283,7 @@ class LayerFactory:
         return GatheredHead(head, stored_shape(weight)[0], self.group)
 
     def head(self, name: str, in_features: int, out_features: int) -> Linear | GatheredHead:
-        """An untied output head. Under tensor parallelism a rank has some tokens' rows."""
+        """Makes an untied output head. Under tensor parallelism a rank has some tokens' rows."""
         begin, end = self.group.even_range(out_features)
         weight = self.parameter(end - begin, in_features)
         packer = self._packer(weight, self._head_bits)
@@ -307,7 +310,7 @@ class LayerFactory:
     def block(
         self, built_in: type, config: DecoderConfig, layer: int, *args: Any, **kw: Any
     ) -> Any:
-        """The block of a layer of the stack, or what a plugin has registered in its place."""
+        """Makes the block of a layer of the stack, or what a plugin has registered in its place."""
         chosen = self._choose(built_in, config, layer)
         if chosen is not built_in and self.group.size > 1:
             raise InvalidParameterError(
@@ -322,7 +325,7 @@ class LayerFactory:
         return made
 
     def _warn_of_own_weights(self, layer: Any) -> None:
-        """Warns that only what `linear` and its relatives make of a plugin's layer is quantized."""
+        """Warns that in a plugin's layer only what `linear` and its relatives make is quantized."""
         values = getattr(layer, "__dict__", {}).values()
         own = [one for one in values if isinstance(one, torch.Tensor) and one.dim() > 1]
         kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
@@ -336,7 +339,7 @@ class LayerFactory:
             )
 
     def norm(self, name: str, size: int, config: DecoderConfig) -> RMSNorm:
-        """A norm of the model's kind."""
+        """Makes a norm of the model's kind."""
         weight = self.parameter(size, dtype=torch.float32 if config.fp32_norms else None)
         if config.norm_offset:
             weight = Weight(weight, offset=config.norm_offset)
@@ -349,8 +352,8 @@ class LayerFactory:
         return chosen
 
     def ropes(self, config: DecoderConfig | EncoderConfig, num_positions: int) -> list[Rope | None]:
-        """The tables of each layer, None where it does not rotate; layers share equal ones. See
-        rope.make_cos_sin_cache.
+        """Makes the tables of each layer, None where it does not rotate. Layers share equal tables;
+        see rope.make_cos_sin_cache.
 
         Raises NotEnoughMemoryError where a table and what makes it exceed the free memory.
         """

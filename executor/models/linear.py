@@ -23,15 +23,15 @@ from ..weights.packed_rows import PackedRows, pack_blocks
 from ..weights.table import Slice, Weight
 from .adapters import EmbeddingAdapters, LinearAdapters
 
-# (name in the checkpoint, the tensor it fills: a whole parameter, or a view of a merged one's rows)
+# (name in the checkpoint, the tensor that it fills: a whole parameter, or a view of merged rows)
 Weights = Iterator[tuple[str, torch.Tensor]]
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Packer(NamedTuple):
-    """ops.pack_linear or ops.pack_quantized_linear with its bits, its `from_parts` and
-    `from_arrays` if the implementation has them (see the contract of pack_linear), and
-    ops.pack_gguf_linear.
+    """The functions that pack a weight: ops.pack_linear or ops.pack_quantized_linear with its bits,
+    its `from_parts` and `from_arrays` if the implementation has them (see the contract of
+    pack_linear), and ops.pack_gguf_linear.
     """
 
     pack: Callable[..., Multiply]
@@ -45,8 +45,8 @@ def _not_packed(x: torch.Tensor) -> torch.Tensor:
 
 
 class Linear:
-    """y = x W^T + b, for one or several stacked projections of the same x (q, k and v; gate and
-    up).
+    """Computes y = x W^T + b, for one projection or several stacked projections of the same x (q, k
+    and v; gate and up).
     """
 
     tied_to: Embedding | None = None
@@ -60,13 +60,13 @@ class Linear:
         adapters: LinearAdapters | None = None,
         parts: Sequence[Slice] = (),
     ):
-        """adapters: of LoRA. parts: what this rank keeps of each shard, if not all."""
+        """adapters: those of LoRA. parts: what this rank keeps of each shard, if not all."""
         self.shards = shards  # name in the checkpoint -> rows, in order
         self._weight: torch.Tensor | None = weight  # None once packed
         self.bias = bias
         self._num_unfilled = len(shards) * (1 if bias is None else 2)
         self._packer = packer
-        # shards kept unpacked until all are there, by their index
+        # by index: the shards that stay unpacked until all are there
         self._stored: dict[int, torch.Tensor] = {}
         self._blocks: dict[int, PackedRows] = {}  # the same for blocks of a GGUF file
         self.saved_bytes = 0  # by blocks that are kept
@@ -90,8 +90,8 @@ class Linear:
 
     @property
     def silu_and_mul(self) -> Multiply | None:
-        """The operation of that name on this layer's result, in one pass with the same bits; None:
-        there is none. Ask when the weight is packed.
+        """The operation of that name on this layer's result, in one pass with the same bits. None:
+        there is none. Call it when the weight is packed.
         """
         multiply: Any = self._multiply
         if self.adapters is not None:
@@ -107,9 +107,9 @@ class Linear:
         return y
 
     def fill(self, tensor: Weight, values: torch.Tensor | PackedRows) -> None:
-        """Fills one tensor of `weights`; call it once for each. See LayerFactory.fill.
+        """Fills one tensor of `weights`; see LayerFactory.fill.
 
-        The last call packs the weight.
+        Call it once for each tensor. The last call packs the weight.
         """
         is_shard = tensor.dim() == 2
         if isinstance(values, PackedRows):
@@ -136,7 +136,7 @@ class Linear:
             self.saved_bytes = self.weight.nbytes - sum(part.rows.nbytes for part in parts)
             self.use(pack_blocks(packer.blocks, parts, self.bias, self.weight.dtype))
             return
-        for i, blocks in self._blocks.items():  # the other shards are no blocks
+        for i, blocks in self._blocks.items():  # the other shards are not blocks
             shards[i].copy_(blocks.dequantized(shards[i].dtype))
         if self._stored and packer.from_parts is not None:
             parts = [self._stored.get(i, rows) for i, rows in enumerate(shards)]
@@ -144,7 +144,7 @@ class Linear:
         else:
             multiply = packer.pack(self.weight, self.bias)
         for values in self._stored.values():
-            release_mapped(values)  # again, for pieces that do not end at a page
+            release_mapped(values)  # once more, since pieces need not end at a page
         self.use(multiply)
 
     def use(self, multiply: Multiply) -> None:
@@ -154,7 +154,7 @@ class Linear:
 
     @property
     def packed(self) -> Multiply:
-        """What multiplies by the packed weight, once all its values are there."""
+        """The function that multiplies by the packed weight, once all its values are there."""
         return self._multiply
 
     @property
@@ -178,7 +178,7 @@ class Linear:
         )
 
     def _release(self, rows: torch.Tensor) -> None:
-        """Releases the pages of a packed shard that lies in a mapped file."""
+        """Releases the pages of packed rows that lie in a mapped file."""
         if any(
             values.data_ptr() <= rows.data_ptr() < values.data_ptr() + values.nbytes
             for values in self._stored.values()
@@ -200,8 +200,8 @@ class Linear:
 
 
 class RowLinear(Linear):
-    """A linear layer whose inputs are spread over the ranks. Products of the parts are added in
-    fp32 before they are rounded, where the kernel returns fp32.
+    """A linear layer whose inputs are spread over the ranks. Where the kernel returns fp32, the
+    products of the parts are added in fp32 before they are rounded.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class Embedding:
         adapters: EmbeddingAdapters | None = None,
         part: Slice | None = None,
     ):
-        """tie: makes the head. adapters: of LoRA. part: what this rank keeps, if not all."""
+        """tie: makes the head. adapters: those of LoRA. part: what this rank keeps, if not all."""
         self.name = name
         self._weight: torch.Tensor | None = weight  # None where rows are read from a packed weight
         self._embedding = ops.embedding
@@ -295,7 +295,7 @@ class Embedding:
         return y
 
     def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
-        """Fills the table, which no tied head holds. Blocks of a GGUF file are kept."""
+        """Fills the table, if no tied head holds it. Blocks of a GGUF file are kept."""
         if isinstance(values, PackedRows):
             packed = pack_blocks(self._pack_blocks, [values], None, tensor.dtype)
             self.saved_bytes = tensor.nbytes - values.rows.nbytes
@@ -304,7 +304,7 @@ class Embedding:
             copy_mapped(tensor, values)
 
     def use(self, weight: torch.Tensor) -> None:
-        """Makes `weight`, of the same shape, the table. It is not written to."""
+        """Makes `weight`, of the same shape, the table. Nothing writes to it."""
         self._weight = weight
 
     def read_from(self, look_up: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -1,5 +1,5 @@
-"""All weights of a model as named arrays, packed, for executor/weights/packed_cache.py: taken after
-a load, or put in place of one.
+"""All weights of a model as named, packed arrays for executor/weights/packed_cache.py. They are
+taken from the model after a load, or take the place of a load.
 
 Must not know: architectures, files.
 """
@@ -24,9 +24,9 @@ _SEPARATOR = "#"  # between the name of a layer's first weight and that of its p
 
 
 class PackedLayers:
-    """Create it before the model is filled, because packed layers no longer have their tensors.
+    """Exchanges a model's weights with a cache; without a cache it does nothing.
 
-    Without a cache it does nothing.
+    Create it before the model is filled, because packed layers no longer have their tensors.
     """
 
     def __init__(self, model: Any, cache: PackedCache | None):
@@ -34,7 +34,7 @@ class PackedLayers:
         self._linears: dict[str, Linear] = {}
         self._embeddings: dict[str, Embedding] = {}
         self._others: dict[str, torch.Tensor] = {}  # norms and biases
-        self._derived: dict[str, RelativeBias] = {}  # those of them that compute from their values
+        self._derived: dict[str, RelativeBias] = {}  # what is computed from the values of some
         for name, tensor in model.weights() if cache is not None else ():
             layer = layer_of(tensor)
             if isinstance(layer, Embedding):
@@ -51,7 +51,7 @@ class PackedLayers:
             self._cache = None
 
     def restored(self) -> bool:
-        """Fills the model from the cache; False if it holds nothing that can be used."""
+        """Fills the model from the cache. Returns False if the cache holds nothing usable."""
         if self._cache is None:
             return False
         times = LoadTimes()
@@ -72,7 +72,7 @@ class PackedLayers:
             self._cache.write(self.arrays())
 
     def arrays(self) -> dict[str, StoredArray]:
-        """Once the model is filled."""
+        """The arrays of the model. Call it once the model is filled."""
         stored = {name: _store(tensor) for name, tensor in self._others.items()}
         stored |= {name: _store(layer.weight) for name, layer in self._embeddings.items()}
         for name, layer in self._linears.items():
@@ -81,9 +81,9 @@ class PackedLayers:
         return stored
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fills the model. Large arrays are used where they lie and not written to.
+        """Fills the model. Large arrays are used where they lie, and are not written to.
 
-        Raises ValueError and KeyError for arrays of another model, when nothing has changed yet.
+        Raises ValueError and KeyError for arrays of another model, before anything has changed.
         """
         parts: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():

@@ -18,7 +18,7 @@ def inverse_frequencies(
 ) -> tuple[torch.Tensor, float]:
     """Returns inv_freq [rotary_dim // 2] f32 and the factor on cosines and sines.
 
-    `num_positions`: the longest sequence, which chooses between the factors of "longrope".
+    `num_positions` is the longest sequence, which chooses between the factors of "longrope".
     """
     head_dim = rotary_dim(rope, head_dim)
     inv_freq = 1.0 / (
@@ -39,7 +39,7 @@ def inverse_frequencies(
 
 
 def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """Llama 3.1: stretches long wavelengths by `factor`, keeps short ones, blends those between."""
+    """Llama 3.1 stretches long wavelengths by `factor`, keeps short ones, blends those between."""
     original = rope["original_max_position_embeddings"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     wavelength = 2 * math.pi / inv_freq
@@ -59,7 +59,7 @@ def _longrope(
     """LongRoPE (arXiv 2402.13753): divides each frequency by a factor of its own.
 
     transformers chooses the factors by the current length of a sequence, which would make cached
-    keys wrong. Here the longest sequence that the engine accepts chooses for all, as in vLLM.
+    keys wrong. Quire chooses them by the longest sequence that the engine accepts, as vLLM does.
     """
     original, factor = rope["original_max_position_embeddings"], rope["factor"]
     factors = rope["long_factor" if num_positions > original else "short_factor"]

@@ -1,5 +1,5 @@
-"""transformers' modelling code on Quire's layers and paged attention, for architectures without a
-page of their own.
+"""Runs transformers' modelling code on Quire's layers and paged attention, for architectures that
+ipc/models/ has no row for.
 
 `model.py` is the model, `modules.py` replaces modules of transformers, `attention.py` is the
 attention function that they call, `names.py` maps a checkpoint's names.

@@ -38,10 +38,10 @@ class PagedAttention:
     sinks: torch.Tensor | None  # [num_heads] fp32
     key_cache: Any = None  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_cache: Any = None
-    kv_cache_group: int = 0  # of its block table, set with the cache
+    kv_cache_group: int = 0  # the group of its block table, set with the cache
 
     def bind_cache(self, key: torch.Tensor | None, value: torch.Tensor | None, group: int) -> None:
-        """Makes these its part of the KV cache; None: it has none now."""
+        """Makes these its part of the KV cache. None takes the cache away."""
         self.key_cache, self.value_cache, self.kv_cache_group = key, value, group
 
 
@@ -56,7 +56,9 @@ class _Pass(local):
 
     @contextmanager
     def exploring(self, ops: Any) -> Iterator[list[tuple[torch.nn.Module, PagedAttention]]]:
-        """Lists the attention of every module that a forward pass calls, without a cache."""
+        """A context that lists the attention of every module that a forward pass without a cache
+        calls.
+        """
         self.explored, self.ops = [], ops
         ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _describe_mask)
         try:
@@ -67,7 +69,7 @@ class _Pass(local):
 
     @contextmanager
     def during(self, metadata: AttentionMetadata) -> Iterator[None]:
-        """Makes `metadata` that of the forward pass within."""
+        """A context whose forward pass uses `metadata`."""
         self.metadata = metadata
         try:
             yield
@@ -76,8 +78,8 @@ class _Pass(local):
 
     @contextmanager
     def encoding(self, metadata: AttentionMetadata, ops: Any) -> Iterator[None]:
-        """Makes the forward pass within one of a text encoder: in both directions, without a
-        cache.
+        """A context whose forward pass is that of a text encoder: tokens attend in both directions,
+        without a cache.
         """
         self.metadata, self.ops, self.is_encoder = metadata, ops, True
         try:
@@ -91,7 +93,7 @@ exploring, during, encoding = _pass.exploring, _pass.during, _pass.encoding
 
 
 def _describe_mask(*_: Any, local_size: int | None = None, **__: Any) -> torch.Tensor:
-    """The mask of the exploring pass: it carries the window that the real one would have."""
+    """The mask of the exploring pass. It carries the window that the real mask would have."""
     mask = torch.zeros(1, 1, 2, 2)
     mask.quire_window = local_size  # type: ignore[attr-defined]
     return mask
@@ -111,8 +113,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface.
 
-    query [1, NQ, T, D], key and value [1, NKV, T, D] -> [1, T, NQ, D]. The other arguments are
-    those of the exploring pass: they do not change between steps.
+    query [1, NQ, T, D], key and value [1, NKV, T, D] -> [1, T, NQ, D]. Only the exploring pass
+    reads the other arguments: they do not change between steps.
     """
     if _pass.explored is not None:
         # some modules do not pass their window: it is only in the mask

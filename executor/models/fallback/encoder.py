@@ -72,7 +72,7 @@ class TransformersEncoder(TextEncoder):
             ).last_hidden_state[0]
 
     def weights(self) -> Weights:
-        """The tensors to fill, by transformers' names."""
+        """The tensors to fill, under transformers' names."""
         yield from self._table.items()
 
     def plan_conversions(self, stored: list[str]) -> list[Conversion]:
@@ -85,7 +85,7 @@ class TransformersEncoder(TextEncoder):
         return plan_conversions(self._model, self._table, (), needed)
 
     def attention_layers(self) -> list[Any]:
-        """None that has a cache. Call it when all weights are there."""
+        """Returns no layers, since none has a cache. Call it when all weights are there."""
         if not self._is_prepared:
             for module in self._replaced:
                 module.prepare()

@@ -1,5 +1,5 @@
-"""Replaces norms and gated MLPs of transformers by Quire's operations where both compute the same,
-which is checked on random input.
+"""Replaces norms and gated MLPs of transformers by Quire's operations where both compute the same.
+A comparison on random input decides that.
 
 Must not know: architectures, files, requests.
 """
@@ -24,7 +24,7 @@ ROWS, SIZE, INNER = 16, 32, 64  # of random input
 
 
 class QuireNorm(nn.Module):
-    """The place of an RMS norm. The original module keeps the weight."""
+    """Takes the place of an RMS norm. The original module keeps the weight."""
 
     def __init__(self, original: nn.Module, make: LayerFactory, offset: float, is_wide: bool):
         super().__init__()
@@ -34,7 +34,7 @@ class QuireNorm(nn.Module):
         self.__dict__["scale"] = None
 
     def prepare(self) -> None:
-        """Call it when the weight is there."""
+        """Reads the original's weight. Call it when the weight is there."""
         original: Any = self.original
         weight = original.weight
         self.__dict__["scale"] = weight.data.float() + self.offset if self.is_wide else weight.data
@@ -49,7 +49,7 @@ class QuireNorm(nn.Module):
 
 
 class QuireMLP(nn.Module):
-    """The place of down(activation(gate(x)) * up(x))."""
+    """Takes the place of down(activation(gate(x)) * up(x))."""
 
     def __init__(self, original: Any, activation: Gate, make: LayerFactory):
         super().__init__()
@@ -62,7 +62,7 @@ class QuireMLP(nn.Module):
         self.gated: Gate = self._gated
 
     def prepare(self) -> None:
-        """Call it when the weights are there."""
+        """Chooses the operation. Call it when the weights are there."""
         if self.may_fuse and (fused := self.gate_up.silu_and_mul) is not None:
             self.gated = fused
 
@@ -75,7 +75,9 @@ class QuireMLP(nn.Module):
 
 
 def replace_faster(model: nn.Module, make: LayerFactory) -> list[QuireNorm | QuireMLP]:
-    """Call it after replace_modules. Returns what is to be prepared when the weights are there."""
+    """Replaces what it can, after replace_modules. The caller prepares each module that it returns
+    when the weights are there.
+    """
     replaced: list[QuireNorm | QuireMLP] = []
     kinds: dict[tuple[Any, ...], tuple[float, bool] | None] = {}
     for name, module in list(model.named_modules()):
@@ -109,7 +111,9 @@ def epsilon(module: Any) -> Any:
 
 
 def norm_form(module: Any, make: LayerFactory) -> tuple[float, bool] | None:
-    """What is added to the weight, and whether it is multiplied in fp32; None: something else."""
+    """What is added to the weight, and whether it is multiplied in fp32. None: the module computes
+    something else.
+    """
     generator = torch.Generator().manual_seed(0)
     x = (3 * torch.randn(ROWS, SIZE, generator=generator)).to(make.dtype)
     weight = (1 + 0.3 * torch.randn(SIZE, generator=generator)).to(make.dtype)
@@ -149,7 +153,7 @@ class _Probe:
 
 
 def gated_form(module: nn.Module, make: LayerFactory) -> Callable | None:
-    """The operation between the projections; None: the module computes something else."""
+    """The operation between the projections. None: the module computes something else."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -175,7 +179,9 @@ def gated_form(module: nn.Module, make: LayerFactory) -> Callable | None:
 
 
 def agree(replaced: torch.Tensor, original: Any) -> bool:
-    """Whether results are equal up to the order of sums: nearly all in every bit in bf16."""
+    """Whether results are equal up to the order of sums. In bf16, nearly all of them must agree in
+    every bit.
+    """
     if not isinstance(original, torch.Tensor) or replaced.shape != original.shape:
         return False
     if replaced.dtype != original.dtype:

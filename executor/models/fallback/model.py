@@ -34,8 +34,8 @@ EXPLORED = 7  # tokens; a number that sizes of models do not have
 
 
 class _WithoutData(TorchFunctionMode):
-    """Tensors of torch.empty have no memory: parameters get theirs from the factory. Buffers are
-    computed.
+    """A context in which tensors of torch.empty have no memory: parameters get theirs from the
+    factory. Buffers are computed as usual.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,7 +46,7 @@ class _WithoutData(TorchFunctionMode):
 
 
 class _Hidden:
-    """The base model's results: hidden states; all others are None."""
+    """The base model's results. It has the hidden states; all other results are None."""
 
     def __init__(self, hidden: torch.Tensor):
         self.last_hidden_state = hidden
@@ -59,12 +59,12 @@ class _Hidden:
 
 
 class _Given(nn.Module):
-    """Takes the base model's place: its hidden states are given."""
+    """Takes the base model's place, and returns hidden states that it is given."""
 
     hidden: torch.Tensor
 
     def give(self, hidden: torch.Tensor) -> None:
-        """hidden [1, T, hidden_size]"""
+        """Sets the hidden states, [1, T, hidden_size]."""
         self.hidden = hidden
 
     def __call__(self, *_: Any, **__: Any) -> _Hidden:
@@ -93,7 +93,7 @@ class TransformersModel(Model):
         self._transposed = {
             f"{name}.weight" for name, module in model.named_modules() if type(module) is Conv1D
         }
-        # of transformers' experts: their weights are [experts, inputs, outputs]
+        # whether the weights of transformers' experts are [experts, inputs, outputs]
         self.has_transposed_experts = any(
             getattr(module, "is_transposed", False) for module in model.modules()
         )
@@ -119,7 +119,7 @@ class TransformersModel(Model):
         self._head = copy.copy(model)
         self._head._modules = {**model._modules, prefix: self._given}
         for module in model.modules():
-            # found without nn.Module.__getattr__, which is Python
+            # the lookup then avoids nn.Module.__getattr__, which is Python
             module.__dict__.update(module._modules)
         self._layers: list[PagedAttention] | None = None
         logger.info("%s runs in transformers' code: Quire has no page for it", type(model).__name__)
@@ -139,12 +139,12 @@ class TransformersModel(Model):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size] f32"""
         self._given.give(hidden[None])
-        # token ids, of which only the shape could be read
+        # these are token ids, of which the code can read only the shape
         token_ids = torch.zeros(1, len(hidden), dtype=torch.int64)
         return self._head(input_ids=token_ids, use_cache=False).logits[0].float()
 
     def weights(self) -> Weights:
-        """The tensors to fill, by transformers' names."""
+        """The tensors to fill, under transformers' names."""
         yield from self._table.items()
 
     def tied_weights(self) -> dict[str, str]:
@@ -159,10 +159,9 @@ class TransformersModel(Model):
 
     @torch.inference_mode()
     def attention_layers(self) -> list[PagedAttention]:
-        """The attention layers in the order of their calls; each owns its key_cache and
-        value_cache.
+        """The attention layers in call order. Each owns its key_cache and value_cache.
 
-        Call it when all weights are there: the first call runs the model to find them.
+        Call it when all weights are there: the first call runs the model to find the layers.
         """
         if self._layers is None:
             self.explore()
@@ -171,7 +170,7 @@ class TransformersModel(Model):
 
     @torch.inference_mode()
     def explore(self) -> int:
-        """Finds the attention layers by a pass without a cache. Returns its number of tokens."""
+        """Finds the attention layers by a pass without a cache. Returns the pass's token count."""
         for module in self._replaced:
             module.prepare()
         with exploring(self.ops) as found:
@@ -195,8 +194,8 @@ class TransformersModel(Model):
 
 
 def check_rope(hf_config: Any, max_model_len: int) -> None:
-    """transformers' LongRoPE takes other angles for a batch with a long sequence, so that keys in
-    the cache would be wrong.
+    """Refuses lengths for which transformers' LongRoPE takes other angles as soon as a batch has a
+    long sequence: keys in the cache would be wrong.
 
     Raises InvalidParameterError, naming max_model_len.
     """
@@ -216,7 +215,7 @@ def check_rope(hf_config: Any, max_model_len: int) -> None:
 
 
 def _divided_frequencies(config: Any, device: Any = None, **_: Any) -> tuple[torch.Tensor, float]:
-    """The frequencies of rope_type "factors", which only GGUF files have: each has a divisor."""
+    """The frequencies of rope_type "factors", which only GGUF files have. Each has a divisor."""
     rope = config.rope_parameters
     factors = torch.tensor(rope["factors"], device=device)
     exponents = torch.arange(0, len(factors), device=device) / len(factors)
@@ -231,7 +230,7 @@ def _transposed(convert: Any) -> Any:
 
 
 def build(kind: Any, hf_config: Any, dtype: torch.dtype, **options: Any) -> Any:
-    """A model of transformers whose parameters have no memory."""
+    """Builds a model of transformers whose parameters have no memory."""
     with initialization.no_init_weights(), _WithoutData():
         return kind._from_config(
             hf_config,

@@ -15,21 +15,21 @@ from transformers.pytorch_utils import Conv1D
 
 from ..layers import Embedding, LayerFactory, Linear
 
-# projections of one input, which are one multiplication
+# projections of one input, which one multiplication computes
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def multiply(linear: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """x [..., in_features] -> [..., out_features], with a function of matrices."""
+    """x [..., in_features] -> [..., out_features], by a function that takes matrices."""
     product = linear(x.reshape(-1, x.shape[-1]))
     return product.view(*x.shape[:-1], product.shape[-1])
 
 
 class QuireLinear(nn.Module):
-    """nn.Linear's place, with a layer of the factory."""
+    """Takes the place of nn.Linear, with a layer of the factory."""
 
     def __init__(self, linear: Linear, weight: torch.Tensor):
-        """weight: nn.Linear's own, without data; some modules ask for its type."""
+        """`weight` is nn.Linear's own, without data: some modules ask for its type."""
         super().__init__()
         self.linear = linear
         self.__dict__["weight"] = weight.data
@@ -40,7 +40,7 @@ class QuireLinear(nn.Module):
 
 
 class QuireHead(QuireLinear):
-    """The output head. A bias is added in f32."""
+    """The output head, which adds its bias in f32."""
 
     def __init__(self, linear: Linear, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__(linear, weight)
@@ -53,7 +53,7 @@ class QuireHead(QuireLinear):
 
 
 class Merged:
-    """Projections of the same input: the first that is called multiplies all of them."""
+    """Projections of the same input. The first one that is called computes all of them."""
 
     def __init__(self, linear: Linear):
         self.linear = linear
@@ -85,7 +85,7 @@ class MergedLinear(nn.Module):
 
 
 class QuireEmbedding(nn.Embedding):
-    """nn.Embedding's place. Subclasses of transformers scale its result."""
+    """Takes the place of nn.Embedding. Subclasses of transformers scale its result."""
 
     quire: Embedding
 
@@ -94,7 +94,9 @@ class QuireEmbedding(nn.Embedding):
 
 
 class Contiguous(nn.Module):
-    """PyTorch's GELU of strided memory, which a batch may have, has other last bits."""
+    """An activation whose input is made contiguous. A batch may have strided memory, on which
+    PyTorch's GELU gives other last bits.
+    """
 
     def __init__(self, activation: nn.Module):
         super().__init__()
@@ -107,11 +109,11 @@ class Contiguous(nn.Module):
 def replace_modules(
     model: nn.Module, make: LayerFactory, tied: dict[str, str], head: str | None
 ) -> dict[str, torch.Tensor]:
-    """Gives every parameter memory. Returns the tensors to fill by name: those of state_dict, where
-    those of Conv1D are transposed.
+    """Gives memory to every parameter. Returns the tensors to fill by name: those of state_dict, of
+    which those of Conv1D are transposed.
 
-    tied: names of parameters, with the names of those that they are; head: the name of the output
-    head, None of an encoder.
+    `tied` maps names of parameters to the names of those that they share. `head` is the name of the
+    output head; an encoder has none.
     """
     table: dict[str, torch.Tensor] = {}
     embeddings: dict[str, Embedding] = {}
@@ -206,7 +208,7 @@ def _replace_embedding(
     )
     module.__dict__["quire"] = embedding
     del module._parameters["weight"]
-    module.__dict__["weight"] = torch.empty(0, dtype=make.dtype)  # asked for its type
+    module.__dict__["weight"] = torch.empty(0, dtype=make.dtype)  # transformers asks for its type
     return embedding
 
 

@@ -1,5 +1,5 @@
-"""Maps the tensors of a checkpoint to a model's, with the conversions of transformers: renamed and
-joined tensors, experts in one tensor, prefixes.
+"""Maps the tensors of a checkpoint to a model's, with the conversions of transformers. These rename
+and join tensors, put experts into one tensor, and handle prefixes.
 
 Must not know: files, what a tensor is for.
 """
@@ -40,7 +40,8 @@ class _WithTensors:
 def plan_conversions(
     model: Any, tensors: Mapping[str, torch.Tensor], tied: Iterable[str], stored: Iterable[str]
 ) -> list[Conversion]:
-    """tensors: the model's, by name; tied: further names of some; stored: the checkpoint's names.
+    """Plans how stored tensors become the model's. `tensors` are the model's by name, `tied` has
+    further names of some, and `stored` has the checkpoint's names.
 
     Tensors that transformers ignores are left out. Raises ModelLoadError for one without a place.
     """

@@ -50,12 +50,12 @@ class CompletionRate:
 
     MIN_COUNTED = 8  # completions, for an engine that holds fewer
     MAX_KEPT = 512
-    # This is the assumed time for MIN_COUNTED completions without a history. It is rather too short
-    # than too long.
+    # MIN_COUNTED completions without a history are assumed to take this time, which is rather too
+    # short than too long.
     FIRST_S = 1.0
 
     def __init__(self) -> None:
-        # Each entry is (when it ended, number of completions, seconds of computation).
+        # An entry says when a request ended, its completions, and its seconds of computation.
         self._ended: deque[tuple[float, int, float]] = deque(maxlen=self.MAX_KEPT)
 
     def add(self, now: float, num_completions: int, computed_s: float) -> None:
@@ -119,7 +119,7 @@ class Slot:
     is_waiting: bool = False  # in a queue
     queued_s: float = 0.0  # seconds that it waited
     entered: float = 0.0  # by the admission's clock
-    # This is the estimated fraction of its time in the engine that it is computed; otherwise it
+    # A request is computed for this estimated fraction of its time in the engine; otherwise it
     # waits there.
     share: float = 1.0
 

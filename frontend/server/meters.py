@@ -32,7 +32,7 @@ REQUEST_S = (
 HTTP_S = (0.1, 0.5, 1)
 COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)
 TOKENS = (*(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5)), 1_000_000)
-# Each name maps to what it says and its buckets.
+# The values are what a metric says, and its buckets.
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "time_to_first_token_seconds": ("Seconds from a request's arrival to its first token.", TTFT_S),
     "inter_token_latency_seconds": ("Seconds between consecutive tokens.", PER_TOKEN_S),

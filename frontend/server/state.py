@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 MAX_NAMED = 20  # adapters in an error
 SHUTDOWN_RETRY_S = 5.0  # until a replacement is ready
 
-# These are the start and end of each loading stage as fractions of the total, measured on small and
-# large models. They are accurate enough for an estimate.
+# Each loading stage has its start and end as fractions of the total, measured on small and large
+# models. They are accurate enough for an estimate.
 STAGES = {
     "start": (0.0, 0.02),
     "import": (0.02, 0.2),

@@ -93,7 +93,7 @@ def _event(
     return {"name": name, "begin_s": begin_ts - zero_ts, **end, **more}
 
 
-# These are the rows of the trace, top to bottom. Chunks and steps have rows of their own, since the
+# The trace has these rows, top to bottom. Chunks and steps have rows of their own, since the
 # events of a trace row must be nested.
 ROWS = {1: "request", 2: "prefill chunks", 3: "decode steps"}
 PID = 1

@@ -53,7 +53,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinishReason
-    # vLLM's extension: the stop token or string, null for the end of sequence
+    # As vLLM's extension, it has the stop token or string, and null for the end of sequence.
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
 

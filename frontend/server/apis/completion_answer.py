@@ -25,7 +25,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     logprobs: CompletionLogprobs | None = None
     finish_reason: CompletionFinishReason | None = None
-    # vLLM's extension: the stop token or string, null for the end of sequence
+    # As vLLM's extension, it has the stop token or string, and null for the end of sequence.
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

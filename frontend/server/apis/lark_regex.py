@@ -48,7 +48,7 @@ TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-# A grammar has at most so many characters, and so has its expression, in which rules are written
+# A grammar has at most this many characters, and so has its expression, in which rules are written
 # out where they are used.
 MAX_LENGTH = 100_000
 Token = tuple[str, str]  # kind, text

@@ -235,7 +235,7 @@ BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
 class AnthropicBlock(msgspec.Struct, tag_field="type", kw_only=True):
     """Base of the content blocks."""
 
-    # for Anthropic's prompt cache; here every prefix is cached
+    # It is for Anthropic's prompt cache. Here every prefix is cached.
     cache_control: dict[str, Any] | None = None
 
 

@@ -55,7 +55,7 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     repeat_penalty: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    # how Ollama samples and runs its models; ignored
+    # These say how Ollama samples and runs its models. They are ignored.
     num_keep: int | None = None
     typical_p: Number | None = None
     tfs_z: Number | None = None

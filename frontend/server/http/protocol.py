@@ -54,7 +54,7 @@ class Protocol(HttpToolsProtocol):
         self._batch = batch
         self._limits = limits
         self._on_refused = on_refused
-        # This is the request whose response is in progress. uvicorn's `cycle` is the newest
+        # The response to this request is in progress. uvicorn's `cycle` is the newest
         # request, which may be queued behind it.
         self._active: RequestResponseCycle | None = None
         self._deadline: asyncio.TimerHandle | None = None  # for the client's next input
@@ -67,7 +67,7 @@ class Protocol(HttpToolsProtocol):
         # These bytes were received while the head was incomplete, before and after its complete
         # fields: a long field is not counted above until it is complete.
         self._num_raw_bytes = 0
-        # This is the last response of the connection; all later input is ignored.
+        # The last response of this connection has this error. All later input is ignored.
         self._refusal: ApiError | None = None
 
     # ------------------------------------------------------------ the connection
@@ -250,7 +250,7 @@ class Protocol(HttpToolsProtocol):
         self._refuse(ApiError(408, message, code="request_timeout"))
 
     def pause_writing(self) -> None:
-        """Called when the client reads more slowly than the server writes.
+        """Sets a deadline when the client reads more slowly than the server writes.
 
         From here on, the client has to read something within each write_timeout_s.
         """

@@ -1,5 +1,5 @@
 "use strict";
-/* What every other script uses: elements, numbers as text, storage.
+/* Every other script uses these: elements, numbers as text, storage.
    The scripts share one global scope, in the order of page.html. */
 
 const $ = (id) => document.getElementById(id);

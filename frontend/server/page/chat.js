@@ -1,8 +1,9 @@
 "use strict";
-/* The conversation that is shown: its turns, and the answer that streams into the last one. */
+/* Shows the conversation: its turns, and the answer that streams into the last one. */
 
-/* { role, content, reasoning, plain, told, stopped, failure } and the turn's elements. `plain`:
-   a completion, shown as it is. `told`: see complete(). `failure`: a sentence. */
+/* A turn is { role, content, reasoning, plain, told, stopped, failure } and its elements. `plain`
+   marks a completion, which is shown as it is. complete() describes `told`. `failure` is a
+   sentence. */
 let turns = [];
 let running = null; // the AbortController of the answer that streams
 let editing = null; // the user's turn that the next message replaces
@@ -19,7 +20,7 @@ function toEnd() {
 
 /* ---------------------------------------------------------------- mode */
 
-/* The list knows it of a model that is not loaded. */
+/* For a model that is not loaded, the list of models says it. */
 function hasTemplate() {
   const { state, listed } = engine;
   const { has_chat_template: has } = listed.find(({ id }) => id === chosenModel) || listed[0] || {};
@@ -136,7 +137,7 @@ function endEdit() {
   $("hint").replaceChildren(...usualHint);
 }
 
-/* Brings the turn's elements to show its text. */
+/* Makes the turn's elements show its text. */
 function paint(turn) {
   if (turn.reasoning && !turn.thought) {
     turn.thought = h("div");
@@ -150,7 +151,7 @@ function paint(turn) {
   else renderMarkdown(turn.text, turn.content);
 }
 
-/* The line below an answer that has ended: its figures, and what can be done with it. */
+/* Writes the line below an answer that has ended: its figures, and what can be done with it. */
 function finish(turn) {
   const told = turn.told || {};
   const { usage } = told;

@@ -1,5 +1,5 @@
 "use strict";
-/* What is written and sent: the message box, its keys, and the twelve requests of the burst. */
+/* Writes and sends messages: the message box, its keys, and the twelve requests of the burst. */
 
 function showSend() {
   put($("send"), running ? "Stop" : WORDS[mode()].send);
@@ -45,8 +45,9 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-/* Twelve requests that begin alike, to show prefills, shared blocks and cache hits. Their answers
-   are not read. Two calls carry them: a browser opens at most six connections to a server. */
+/* Sends twelve requests that begin alike, to show prefills, shared blocks and cache hits. Their
+   answers are not read. Two calls carry them, since a browser opens at most six connections to a
+   server. */
 const OPENING =
   "Once upon a time, in a small town between the hills and the sea, where the wind was never " +
   "still and everybody knew everybody, ";

@@ -1,5 +1,5 @@
 "use strict";
-/* Conversations, kept in this browser alone. Each has its own entry in the storage, so that tabs
+/* Keeps conversations in this browser alone. Each has its own entry in the storage, so that tabs
    do not overwrite each other's. The tab remembers which one it shows, so a reload keeps it. */
 
 const ENTRY = "quire-conversation-";
@@ -17,7 +17,7 @@ function newConversation() {
   return { id, title: "", mode: "", model: "", changed: 0, turns: [] };
 }
 
-/* The stored conversation, or null for an entry that is missing or not one of this page's. */
+/* Returns the stored conversation, or null for an entry that is missing or is not this page's. */
 function stored(name) {
   try {
     const found = JSON.parse(browserStore.getItem(name));
@@ -27,7 +27,7 @@ function stored(name) {
   }
 }
 
-/* All that are stored, latest first. */
+/* Returns all that are stored, latest first. */
 function storedConversations() {
   const names = Array.from({ length: browserStore.length }, (_, i) => browserStore.key(i));
   const found = names.filter((name) => name.startsWith(ENTRY)).map(stored);
@@ -118,7 +118,7 @@ function when(time) {
   return date.toLocaleString("en-GB", form);
 }
 
-/* Whether a conversation has all words of the search, in its title or its messages. */
+/* Tells whether a conversation has all words of the search, in its title or its messages. */
 function matches(one, words) {
   const text = [one.title, ...one.turns.map((turn) => turn.content)].join("\n").toLowerCase();
   return words.every((word) => text.includes(word));
@@ -132,7 +132,7 @@ function saveFile(name, type, text) {
 }
 const fileName = (title) => title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60) || "conversation";
 
-/* A conversation as Markdown; all of them as JSON, which has what the page knows of them. */
+/* Saves a conversation as Markdown, or all as JSON, which has what the page knows of them. */
 function exportOne(one) {
   const parts = one.turns.map(({ role, content }) => `## ${role === "user" ? "You" : "Answer"}\n\n${content}\n`);
   const about = [when(one.changed), one.model].filter(Boolean).join(", ");

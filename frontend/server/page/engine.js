@@ -1,5 +1,5 @@
 "use strict";
-/* The engine as it is polled: its health, its figures, its counters. A hidden tab polls nothing. */
+/* Polls the engine: its health, its figures, its counters. A hidden tab polls nothing. */
 
 const engine = {
   model: "",
@@ -120,7 +120,7 @@ function take(state) {
   redraw();
 }
 
-/* Tokens per second over the second (or the poll) that ends with sample i. */
+/* Returns tokens per second over the second (or the poll) that ends with sample i. */
 function rate(i, name) {
   const { samples } = engine;
   let j = i;
@@ -164,7 +164,7 @@ function figures(state) {
   showRestarts(state);
 }
 
-/* Adapters: served, in use. */
+/* Tells which adapters are served and which are in use. */
 function adaptersOf({ loras, adapters }) {
   if (!adapters?.max_loras) return "";
   const { num_in_memory: n, max_cpu_loras: room, running, waiting } = adapters;
@@ -173,7 +173,7 @@ function adaptersOf({ loras, adapters }) {
   return ` ${whole(n)} of ${whole(room)} adapters in memory${list("served", loras)}${uses}.`;
 }
 
-/* The engines that have died, the gap that a stream saw at last, and the standby. */
+/* Shows the engines that have died, the gap that a stream saw last, and the standby. */
 function showRestarts({ restarts = {}, counters, last_gap_s: gap, standby_is_ready: isReady }) {
   const causes = Object.entries(restarts).map(([cause, times]) => `${cause} ${whole(times)}`);
   const words = [];

@@ -1,6 +1,6 @@
 "use strict";
-/* How a model's tokens were spread over its experts: a row per layer, a column per expert. Models
-   without experts have no such picture. */
+/* Shows how a model's tokens were spread over its experts: a row per layer, a column per expert.
+   Models without experts have no such picture. */
 
 const EXPERTS_EVERY_MS = 1000;
 const LAYER_AXIS = 26;
@@ -23,7 +23,7 @@ async function fetchExperts(state) {
   redraw();
 }
 
-/* The share of a layer's tokens that each expert has. */
+/* Returns the share of a layer's tokens that each expert has. */
 function sharesOf(tokens) {
   const all = tokens.reduce((total, n) => total + n, 0);
   return tokens.map((n) => (all ? n / all : 0));
@@ -31,7 +31,7 @@ function sharesOf(tokens) {
 const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 const overEven = (times) => `${times.toFixed(1)} times an even share`;
 
-/* The busiest expert of all layers, by its share over an even one. */
+/* Returns the busiest expert of all layers, by its share over an even one. */
 function busiest() {
   let found = { times: 0 };
   experts.shares.forEach((shares, row) => {

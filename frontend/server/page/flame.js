@@ -1,9 +1,9 @@
 "use strict";
-/* One traced step as a flame chart: its parts, the stages of the execution, and the kernels of each
-   thread. A click on a bar shows what it was. frontend/trace/html.py puts this file into a page of
-   its own, too. */
+/* Draws one traced step as a flame chart: its parts, the stages of the execution, and the kernels
+   of each thread. A click on a bar shows what it was. frontend/trace/html.py puts this file into a
+   page of its own, too. */
 
-/* A StepTrace and Limits (ipc/trace.py) -> an element. */
+/* Makes an element of a StepTrace and Limits (ipc/trace.py). */
 const flameChart = (() => {
   const COLORS = [
     "#8ecae6", "#ffb703", "#b5e48c", "#f4a261", "#cdb4db", "#90e0ef", "#e5989b",
@@ -11,7 +11,7 @@ const flameChart = (() => {
     "#d5bdaf", "#b8b8ff", "#ffd6a5", "#99d98c",
   ];
 
-  /* Of the limit that memory bandwidth or arithmetic sets, whichever takes longer. */
+  /* Returns the limit that memory bandwidth or arithmetic sets, whichever takes longer. */
   function limitOf(kernel, limits) {
     const bytes = kernel.weight_bytes + kernel.other_bytes;
     const memory = limits.bytes_per_s ? bytes / limits.bytes_per_s : 0;
@@ -64,11 +64,11 @@ const flameChart = (() => {
     return rows;
   }
 
-  /* What the colour of a bar says: its operation, or its part of the step. */
+  /* Returns what the colour of a bar says: its operation, or its part of the step. */
   const kindOf = (bar) => bar.kind || bar.name;
 
-  /* The colours, those with the most time first. Threads work at the same time, so that the time of
-     an operation is that of all threads together. */
+  /* Lists the colours, those with the most time first. Threads work at the same time, so the time
+     of an operation is that of all threads together. */
   function legendOf(kinds) {
     const list = document.createElement("ul");
     list.className = "kinds";

@@ -1,5 +1,5 @@
 "use strict";
-/* The head of the page: theme, API key, and on a phone the choice between chat and engine. */
+/* Makes the head of the page: theme, API key, and on a phone the choice between chat and engine. */
 
 const themes = { "": "Theme: auto", light: "Theme: light", dark: "Theme: dark" };
 function setTheme(theme) {
@@ -17,7 +17,7 @@ $("theme").onclick = () => {
 };
 matchMedia("(prefers-color-scheme: dark)").onchange = () => redraw();
 
-/* A button that opens and closes a panel below it. Escape and a click elsewhere close it. */
+/* Makes a button open and close a panel below it. Escape and a click elsewhere close it. */
 const panels = [];
 function panel(button, box, { onOpen }) {
   const show = (open, { focus = true } = {}) => {
@@ -35,7 +35,7 @@ document.addEventListener("pointerdown", ({ target }) => {
   for (const { button, box, show } of panels)
     if (!box.contains(target) && !button.contains(target)) show(false, { focus: false });
 });
-/* Whether a panel was open. */
+/* Closes the panels. Returns whether one was open. */
 function closePanels() {
   const open = panels.filter(({ box }) => !box.hidden);
   for (const { show } of open) show(false);
@@ -44,7 +44,7 @@ function closePanels() {
 
 const showKey = panel($("key-open"), $("key-form"), { onOpen: () => $("key").focus() });
 $("key").value = apiKey;
-/* What the server said of the key; null: it takes it. */
+/* Shows what the server said of the key; null means that it takes it. */
 function tellKey(error) {
   const isWrong = Boolean(error && apiKey);
   $("key").setAttribute("aria-invalid", isWrong);

@@ -1,9 +1,9 @@
 "use strict";
-/* A list that scrolls over any number of rows and holds elements only for those in sight.
+/* Makes a list that scrolls over any number of rows and holds elements only for those in sight.
 
-   key(item): what a row keeps its element by. make(item) returns { element, ... }, a row's
-   button. fill(row, item, index) brings it up to date. onSight(last): the index of the last row
-   in sight. A row is as high as the CSS variable --row. Tab reaches one row; the arrow keys,
+   A row keeps its element by key(item). make(item) returns { element, ... }, a row's button.
+   fill(row, item, index) brings it up to date. onSight(last) gets the index of the last row in
+   sight. A row is as high as the CSS variable --row. Tab reaches one row; the arrow keys,
    Page Up, Page Down, Home and End move between rows. */
 
 function longList(box, { key, make, fill, onSight }) {

@@ -1,5 +1,5 @@
 "use strict";
-/* A model's Markdown as elements. The text is untrusted, so four things stand in its way:
+/* Makes elements of a model's Markdown. The text is untrusted, so four things stand in its way:
    1. marked gets no HTML rule: a tag in the text is text.
    2. DOMPurify keeps the tags and attributes listed here, and returns nodes, not a string.
    3. The page's policy allows no script but the page's own, loads no image, and lets only
@@ -23,7 +23,7 @@ const asText = (text) => {
   const codes = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
   return text.replace(/[&<>"']/g, (character) => codes[character]);
 };
-/* `\\(…\\)` within a line, `\\[…\\]` and `$$…$$` as a block. A single $ is money more often. */
+/* `\\(…\\)` is a formula in a line; `\\[…\\]` and `$$…$$` are blocks. A single $ is often money. */
 const INLINE_MATH = /^\\\(((?:[^\\]|\\(?!\)))+?)\\\)/;
 const DISPLAY_MATH = /^(?:\\\[([^]+?)\\\]|\$\$([^]+?)\$\$)/;
 const formula = (className) => ({
@@ -58,7 +58,7 @@ const MATH = [
   },
 ];
 
-/* A formula as MathML; as it is written, where it is no formula. */
+/* Renders a formula as MathML; text that is no formula stays as it is written. */
 function mathOf(tex, displayMode) {
   const box = h("span", { className: displayMode ? "formula display" : "formula" });
   try {
@@ -140,7 +140,7 @@ function codeBlock(text, language) {
 
 const languageOf = (info) => (info || "").match(/^\S*/)[0];
 
-/* HTML of marked -> nodes that are safe to show. */
+/* Turns the HTML of marked into nodes that are safe to show. */
 function clean(html) {
   const fragment = DOMPurify.sanitize(html, ALLOWED);
   for (const link of fragment.querySelectorAll("a[href]"))
@@ -161,7 +161,7 @@ function clean(html) {
   return [...fragment.childNodes];
 }
 
-/* Brings `element` to show `text`. Blocks that have not changed keep their nodes, so a stream
+/* Makes `element` show `text`. Blocks that have not changed keep their nodes, so a stream
    costs one block per update, and a selection above it survives. */
 function renderMarkdown(element, text) {
   const had = element.blocks || [];

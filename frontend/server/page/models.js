@@ -1,5 +1,5 @@
 "use strict";
-/* The choice between the models of a server that has several. With one model there is none. */
+/* Lets the user choose between the models of a server that has several. */
 
 async function offerModels() {
   try {

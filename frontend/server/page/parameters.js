@@ -1,5 +1,5 @@
 "use strict";
-/* The sampling parameters of the next request. An empty field leaves the choice to the server. */
+/* Reads the sampling parameters of the next request. An empty field leaves it to the server. */
 
 const FIELDS = [
   ["system", "System prompt", "text"],
@@ -47,7 +47,7 @@ $("parameters-open").onclick = () => {
   if (!$("parameters").hidden) $("fields").querySelector("label:not([hidden]) > *").focus();
 };
 
-/* The fields that are filled in, as the body of a request takes them. */
+/* Returns the fields that are filled in, as the body of a request takes them. */
 function parameters() {
   const chosen = {};
   for (const [name, , kind] of FIELDS) {
@@ -58,7 +58,7 @@ function parameters() {
   return chosen;
 }
 
-/* False, and the field shown with what is wrong in it, if one is outside its range. */
+/* Returns false, and shows the field with what is wrong in it, if one is outside its range. */
 function checkParameters() {
   const wrong = Object.values(fields).find((input) => !input.checkValidity());
   if (!wrong) return true;

@@ -1,5 +1,5 @@
 "use strict";
-/* The canvases: output rate, KV cache, steps; experts.js has another. */
+/* Draws the canvases: output rate, KV cache, steps. experts.js has another. */
 
 /* Canvases take their colours from the legends, where CSS has resolved them for the theme. */
 const colour = (kind) =>
@@ -48,8 +48,8 @@ function noteBlocks(state) {
   Object.assign(cache, { cells: blocks, perCell });
 }
 
-/* The cells of the map: those of the blocks that were ever taken, and room for as many again at
-   most. The map so grows with what is in use, by factors of two. */
+/* Returns the number of cells of the map: those of the blocks that were ever taken, and room for as
+   many again at most. So the map grows with what is in use, by factors of two. */
 function numCells() {
   const all = Math.ceil(engine.state.num_blocks / cache.perCell);
   let room = MIN_CELLS;
@@ -71,7 +71,7 @@ function tellCache(cells) {
   $("cache").setAttribute("aria-label", `KV cache: ${states.join(", ")}`);
 }
 
-/* Whether something still moves. */
+/* Tells whether something still moves. */
 function drawCache() {
   const canvas = $("cache");
   const width = canvas.clientWidth;
@@ -212,7 +212,7 @@ function drawSpark() {
 }
 
 let drawing = false;
-/* At most once per frame, and again as long as blocks fade. */
+/* Draws at most once per frame, and again as long as blocks fade. */
 function redraw() {
   if (drawing || !engine.state) return;
   drawing = true;

@@ -1,5 +1,5 @@
 "use strict";
-/* The two lists: requests in the engine, and requests that this server has finished. */
+/* Shows the two lists: requests in the engine, and requests that this server has finished. */
 
 const STATES = {
   waiting: "waiting",
@@ -9,8 +9,8 @@ const STATES = {
 };
 const ENDED = { stop: "a stop", length: "its limit", abort: "an abort", error: "an error" };
 
-/* The id that the client knows: without the engine's suffix and the number of one of several
-   completions. */
+/* Returns the id that the client knows: without the engine's suffix and the number of one of
+   several completions. */
 const userId = (id) => id.replace(/-[0-9a-f]{16}$/, "").replace(/^\d+_/, "");
 function shortId(id) {
   const hex = /^(?:[a-z]+[-_])?([0-9a-f]{8})[0-9a-f]{4,}(-\d+)?$/.exec(id);

@@ -1,9 +1,9 @@
 "use strict";
-/* Requests to the server, with the API key; refusals as sentences; server-sent events. */
+/* Sends requests to the server with the API key, and reads refusals and server-sent events. */
 
 /* The page is the root of the server, whatever prefix a proxy puts before it. */
 const ROOT = location.pathname.replace(/\/?$/, "/");
-/* Of a server with several models; "" for the default, and where there is one. */
+/* The chosen model of a server with several; "" is the default, and where there is one. */
 let chosenModel = recall(browserStore, "quire-model");
 let apiKey = recall(tabStore, "quire-key");
 
@@ -14,7 +14,7 @@ class Refusal extends Error {
   }
 }
 
-/* `path` without a leading slash. Throws Refusal, or AbortError after options.signal. */
+/* `path` has no leading slash. Throws Refusal, or AbortError after options.signal. */
 async function call(path, options = {}) {
   const headers = { ...options.headers };
   if (apiKey) headers.Authorization = `Bearer ${apiKey}`;
@@ -30,20 +30,20 @@ async function call(path, options = {}) {
   try {
     body = await response.json();
   } catch {
-    /* Not the server's own answer, a proxy's perhaps: the status has to do. */
+    /* The answer is not the server's own, but perhaps a proxy's: the status has to do. */
   }
   const plain = `The server answered ${response.status} ${response.statusText}.`;
   const retryAfter = Number(response.headers.get("retry-after")) || 0;
   throw new Refusal(body?.error?.message || plain, response.status, body, retryAfter);
 }
 
-/* The path of a view of the chosen model's engine. */
+/* Returns the path of a view of the chosen model's engine. */
 function ofModel(path) {
   if (!chosenModel) return path;
   return `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(chosenModel)}`;
 }
 
-/* As the engine calls it; as chosen, while there is no engine. */
+/* Returns the model's name as the engine calls it, or as chosen while there is no engine. */
 const modelName = () => engine.model || chosenModel;
 
 const post = (path, body, signal) =>

@@ -1,5 +1,5 @@
 "use strict";
-/* The dialog of one request: where it is, or how it went, with a picture and a Chrome trace. */
+/* Shows one request in a dialog: where it is, or how it went, with a picture and a Chrome trace. */
 
 const life = { id: "", isLive: false };
 

@@ -1,5 +1,5 @@
 "use strict";
-/* The button that traces a step, and the step's flame chart. */
+/* Makes the button that traces a step, and shows the step's flame chart. */
 
 const TRACE_PROMPT = "Once upon a time"; // completed where no request runs
 

@@ -46,7 +46,8 @@ class CohereEmbedBody(msgspec.Struct, kw_only=True):
     embedding_types: list[EmbeddingType] | None = None
     output_dimension: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
-    # what happens to texts that are too long: NONE refuses them; by default they lose their end
+    # It says what happens to texts that are too long. NONE refuses them, and by default they lose
+    # their end.
     truncate: Literal["NONE", "START", "END"] | None = None
     images: list[Any] | None = None
     inputs: list[Any] | None = None

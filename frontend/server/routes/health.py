@@ -19,7 +19,7 @@ from ..http.openapi import ApiRoute
 from ..http.sse import JsonAnswer
 from ..state import ServerState
 
-# A response waits so long for the engine's answer. Probes expect a response within one second.
+# A response waits this long for the engine's answer. Probes expect a response within one second.
 ANSWER_S = 0.5
 MAX_SILENCE_S = 1.0  # a process that does not answer a beat for so long is not ready
 

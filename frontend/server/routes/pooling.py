@@ -53,7 +53,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     model: str | None = None
     user: str | None = None
     priority: Annotated[int, Meta(ge=-(2**63), le=INT64_MAX)] | None = None
-    # keep this many tokens; -1: as many as the model reads
+    # The text keeps this many tokens. -1 stands for as many as the model reads.
     truncate_prompt_tokens: int | None = None
     use_activation: bool | None = None
     normalize: bool | None = None  # refused: its name is use_activation

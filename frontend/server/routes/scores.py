@@ -51,7 +51,7 @@ class ScoreBody(PoolingFields, kw_only=True):
 
     text_1: Texts | None = None
     text_2: Texts | None = None
-    # other names of the same
+    # These are other names of the same.
     data_1: Texts | None = None
     data_2: Texts | None = None
     queries: Texts | None = None

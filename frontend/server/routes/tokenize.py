@@ -39,7 +39,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     messages: Annotated[list[OpenAIMessage], Meta(min_length=1)] | None = None
     tools: list[SentTool] | None = None
-    # default: true for a text, false for a conversation, whose template writes the special tokens
+    # The default is true for a text, and false for a conversation, whose template writes the
+    # special tokens.
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

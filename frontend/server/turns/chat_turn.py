@@ -28,7 +28,7 @@ from .generation import GenerationJob, check_context, check_room
 from .response_format import JsonOptions
 from .tokenizing import LONG_TEXT, check_num_characters, tokenize_all
 
-# A chat template may take so many seconds of processor time on the event loop.
+# A chat template may take this many seconds of processor time on the event loop.
 INLINE_S = 0.05
 
 

@@ -28,7 +28,7 @@ from .tokenizing import check_num_characters
 if TYPE_CHECKING:
     from ..admission import Slot
 
-# So many characters and texts are tokenized at once, which takes about one millisecond.
+# At most this many characters and texts are tokenized at once, which takes about one millisecond.
 SHORT_CHARACTERS, SHORT_BATCH = 4000, 32
 SLICE_CHARACTERS, SLICE_TEXTS = 500_000, 256  # that are tokenized in one turn
 BATCHES_AT_ONCE = 4  # large batches that the engine may hold

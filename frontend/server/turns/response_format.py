@@ -48,13 +48,13 @@ class ConstraintBody(msgspec.Struct, kw_only=True):
 
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
-    # guided_*: the deprecated names of the parts of structured_outputs
+    # The names guided_* are deprecated ones of the parts of structured_outputs.
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    # for every field that requests JSON
+    # These apply to every field that requests JSON.
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
 

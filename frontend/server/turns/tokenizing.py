@@ -23,11 +23,11 @@ from ..http.errors import invalid, too_long
 from ..state import ServerState
 
 FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
-# characters; longer texts take milliseconds, which would delay other requests
+# A text of more characters takes milliseconds, which would delay other requests.
 LONG_TEXT = 20_000
 SLICE = 500_000  # characters of short texts that are tokenized in one turn
 HUGE_TEXT = 1_000_000  # characters from which the memory is returned to the system
-# A text may have so many characters per token of context if it need not fit.
+# A text may have this many characters per token of context if it need not fit.
 CHARACTERS_PER_TOKEN = 16
 
 

@@ -1,4 +1,5 @@
-"""The operations of a model (`ops.py`), their implementations and the registry that selects them.
+"""This package holds the operations of a model (`ops.py`), their implementations and the registry
+that selects them.
 
 Must not know: text, requests, sockets, or any other package of quire except the errors of `ipc`.
 """

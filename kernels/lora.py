@@ -1,4 +1,4 @@
-"""The operations of LoRA adapters and their contracts.
+"""Declares the operations of LoRA adapters with their contracts.
 
 Must not know: how an operation is implemented, models, requests, files of adapters.
 

@@ -1,4 +1,4 @@
-"""The operations of mixtures of experts and their contracts; a part of ops.py.
+"""Declares the operations of mixtures of experts with their contracts, for ops.py.
 
 Must not know: how an operation is implemented, models, requests.
 
@@ -41,7 +41,8 @@ class Experts:
 
     gate_up: list[Multiply]  # [n, H] -> [n, 2 * I]
     down: list[Multiply]  # [n, I] -> [n, H]
-    # "silu" and "gelu_tanh" are those of ops.silu_and_mul and ops.gelu_tanh_and_mul
+    # The activations "silu" and "gelu_tanh" are those of ops.silu_and_mul and
+    # ops.gelu_tanh_and_mul.
     activation: str | ClampedSwiGLU
     # It holds values that an implementation derives once for later steps.
     scratch: dict[Any, Any] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""The operations of a model and their contracts: shapes, dtypes, in-place results, effect of NaN.
+"""Declares the operations of a model with their contracts: shapes, dtypes, in-place results, effect
+of NaN.
 
 Must not know: how an operation is implemented, models, requests.
 
@@ -57,9 +58,10 @@ class AttentionMetadata:
     # included. Groups differ in block_tables and slot_mapping, which are rows of one tensor each.
     # It is empty for one group.
     groups: tuple[AttentionMetadata, ...] = ()
-    # [T] i32: the place of each token's LoRA adapter, as in add_lora; None: the model takes none
+    # [T] i32: the place of each token's LoRA adapter, as in add_lora. It is None if the model takes
+    # none.
     adapters: Tensor | None = None
-    # values that an implementation derives once per step for later layers
+    # It holds values that an implementation derives once per step for later layers.
     scratch: dict[Any, Any] = field(default_factory=dict)
 
 

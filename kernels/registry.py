@@ -1,4 +1,4 @@
-"""Which implementation of each operation runs: registration, and selection when a model is loaded.
+"""Registers implementations of operations, and selects one of each when a model is loaded.
 
 Must not know: what an operation computes (ops.py), models, requests.
 """
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 NATIVE = "native"  # the name of the implementations in kernels/cpu/native
 
-# operation -> the function whose signature and docstring are its contract
+# An operation maps to the function whose signature and docstring are its contract.
 CONTRACTS: dict[str, Callable] = {}
 _functions: dict[str, Callable] = {}  # operation -> its default choice, see `operation`
-# operation -> implementation's name -> implementation
+# An operation maps to its implementations by name.
 _implementations: dict[str, dict[str, Implementation]] = {}
 _unimported: dict[str, str] = {}  # device -> module that registers more implementations
 

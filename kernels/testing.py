@@ -1,4 +1,4 @@
-"""For authors of kernels: checks an implementation of an operation against its reference.
+"""Checks an implementation of an operation against its reference, for authors of kernels.
 
 Must not know: how an operation is implemented, models, requests.
 """

@@ -1,4 +1,4 @@
-"""The operations as `torch.ops.quire.*`, for programs that call them from torch, and for
+"""Defines the operations as `torch.ops.quire.*`, for programs that call them from torch, and for
 torch.compile, torch.export and torch's profiler. Importing this module defines them.
 
 Must not know: what an operation computes, models, requests.
@@ -104,7 +104,7 @@ class _Packed(NamedTuple):
     value: Any
 
 
-# weight -> what it was packed for -> the result
+# A weight maps to the results of packing it, by what it was packed for.
 _packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 

@@ -46,8 +46,8 @@ def attention(
     cache_bytes: int,
     window: int,
 ) -> Work:
-    """Causal attention over the KV cache. window: 0, or the positions that a token sees;
-    cache_bytes: of one number of the cache.
+    """Returns the work of causal attention over the KV cache. window: 0, or the positions that a
+    token sees; cache_bytes: of one number of the cache.
     """
     num_tokens, pairs, keys = sum(query_lens), 0, 0
     for queries, length in zip(query_lens, seq_lens):
@@ -70,8 +70,8 @@ def attention(
 def encoder_attention(
     lens: Sequence[int], heads: int, kv_heads: int, head_dim: int, item_bytes: int, window: int
 ) -> Work:
-    """Attention in both directions within texts of these lengths. window: 0, or the largest
-    distance that a token sees.
+    """Returns the work of attention in both directions within texts of these lengths. window: 0, or
+    the largest distance that a token sees.
     """
     num_tokens, pairs = sum(lens), 0
     for length in lens:

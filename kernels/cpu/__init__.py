@@ -1,4 +1,5 @@
-"""CPU implementations built from torch's own kernels. They need no compiler on the user's machine.
+"""The CPU implementations here call torch's own kernels. They need no compiler on the user's
+machine.
 
 Must not know: models, requests.
 

@@ -1,4 +1,4 @@
-"""Gated activations, scaling and adding on the CPU.
+"""Implements gated activations, scaling and adding on the CPU.
 
 Must not know: models, requests.
 """

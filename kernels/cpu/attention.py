@@ -1,4 +1,5 @@
-"""Paged attention on the CPU: gathers the context, then calls torch's flash attention.
+"""Implements paged attention on the CPU: it gathers the context, then calls torch's flash
+attention.
 
 Must not know: models, requests.
 
@@ -284,7 +285,7 @@ def _prefill(
         return
     for start in range(0, num_queries, QUERY_TILE):
         end = min(start + QUERY_TILE, num_queries)
-        # keys that at least one query of the tile sees
+        # These are the keys that at least one query of the tile sees.
         first, stop = _first_seen(num_before + start, sliding_window), num_before + end
         distance = torch.arange(num_before + start, stop)[:, None] - torch.arange(first, stop)
         is_unseen = (distance < 0) | (distance >= (sliding_window or stop))

@@ -1,4 +1,4 @@
-"""Where the CPU implementations run.
+"""Says where the CPU implementations run.
 
 Must not know: any operation.
 """

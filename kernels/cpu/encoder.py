@@ -1,4 +1,4 @@
-"""The operations of text encoders on the CPU, by torch's kernels.
+"""Implements the operations of text encoders on the CPU by torch's kernels.
 
 Must not know: models, requests.
 """

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from .. import registry
 
-# rows, in, out: large enough for any blocking, small enough for the cache
+# A shape is (rows, in, out). It is large enough for any blocking and small enough for the cache.
 GEMM_SHAPES = ((512, 2048, 2048), (1024, 1024, 4096))
 QUICK_SHAPE = (256, 1024, 1024)
 PIECE_BYTES = 8 * 2**20

@@ -1,4 +1,4 @@
-"""Matrix products with weights on the CPU: a bf16 weight is packed once for oneDNN.
+"""Multiplies by weights on the CPU. A bf16 weight is packed once for oneDNN.
 
 Must not know: models, requests.
 """

@@ -1,4 +1,4 @@
-"""RMS norms on the CPU.
+"""Implements RMS norms on the CPU.
 
 Must not know: models, requests.
 """

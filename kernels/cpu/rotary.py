@@ -1,4 +1,4 @@
-"""Rotary position embedding on the CPU.
+"""Implements rotary position embedding on the CPU.
 
 Must not know: models, requests.
 """

@@ -1,4 +1,4 @@
-"""Sampling on the CPU: the cost of a row depends on its own parameters.
+"""Samples on the CPU. The cost of a row depends on its own parameters.
 
 Must not know: models, requests.
 """

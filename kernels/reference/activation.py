@@ -1,4 +1,4 @@
-"""Specification of gated activations, scaling and adding.
+"""Specifies gated activations, scaling and adding.
 
 Must not know: speed.
 """

@@ -1,4 +1,4 @@
-"""Specification of the paged KV cache and of attention, one request and one query head at a time.
+"""Specifies the paged KV cache and attention, one request and one query head at a time.
 
 Must not know: speed.
 """

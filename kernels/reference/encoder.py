@@ -1,4 +1,5 @@
-"""Specification of the operations of text encoders; attention one request and one head at a time.
+"""Specifies the operations of text encoders. Attention is computed one request and one head at a
+time.
 
 Must not know: speed.
 """

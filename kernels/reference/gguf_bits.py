@@ -1,4 +1,4 @@
-"""Parts of blocks: fields of bytes, numbers of some bits, halves.
+"""Takes blocks apart into fields of bytes, numbers of some bits, and halves.
 
 Must not know: types of blocks.
 """

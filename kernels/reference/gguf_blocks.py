@@ -1,4 +1,4 @@
-"""Specification of block types: the weights that packed blocks stand for. Those of GGUF files are
+"""Specifies block types, that is, the weights that packed blocks stand for. Those of GGUF files are
 GGML's; INT4_* hold the int4 weights of other quantized checkpoints.
 
 Must not know: files, speed.

@@ -1,5 +1,5 @@
-"""Blocks of GGML's types with codebooks, and NVFP4: a scale for the block, a factor for each group
-of weights, and numbers.
+"""Takes blocks of GGML's types with codebooks, and of NVFP4, apart into a scale for the block, a
+factor for each group of weights, and numbers.
 
 Must not know: files, speed, how the three are multiplied.
 
@@ -115,7 +115,7 @@ def nvfp4(blocks: Tensor) -> Parts:
     return torch.ones(len(blocks), 1), factors, numbers
 
 
-# type -> (columns of a block, its bytes, its parts)
+# A type maps to (columns of a block, its bytes, its parts).
 CODEBOOK_TYPES: dict[str, tuple[int, int, Callable[[Tensor], Parts]]] = {
     "IQ2_XXS": (256, 66, iq2_xxs),
     "IQ2_XS": (256, 74, iq2_xs),

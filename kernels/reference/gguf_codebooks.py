@@ -1,4 +1,4 @@
-"""Codebooks of GGML's IQ types: each code stands for four or eight numbers.
+"""Holds the codebooks of GGML's IQ types. Each code stands for four or eight numbers.
 
 Must not know: how a block stores codes, scales and signs.
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .gguf_bits import unpack_bits
 
-# name -> (numbers of a code, the values that a number can have)
+# A name maps to (numbers of a code, the values that a number can have).
 CODES: dict[str, tuple[int, tuple[int, ...]]] = {
     "IQ2_XXS": (8, (8, 25, 43)),
     "IQ2_XS": (8, (8, 25, 43)),

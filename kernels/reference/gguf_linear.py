@@ -1,5 +1,5 @@
-"""Specification of linear layers on GGUF's blocks: the integers, scales and summation order of the
-fast implementations.
+"""Specifies linear layers on GGUF's blocks: the integers, scales and summation order of the fast
+implementations.
 
 Must not know: files, speed.
 
@@ -106,7 +106,7 @@ def take_apart(blocks: Tensor, type: str) -> Parts:
     )
 
 
-# One block per row -> numbers, scales, leasts of a block
+# A function takes one block per row and returns the blocks' numbers, scales and least weights.
 _Pieces = tuple[Tensor, Tensor, Tensor | None]
 
 

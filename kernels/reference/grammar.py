@@ -1,4 +1,4 @@
-"""Specification of grammar masks.
+"""Specifies grammar masks.
 
 Must not know: speed, where masks come from.
 """

@@ -1,4 +1,4 @@
-"""Specification of KV caches of other dtypes than the model's (kernels/ops.py: reshape_and_cache).
+"""Specifies KV caches of other dtypes than the model's (kernels/ops.py: reshape_and_cache).
 
 Must not know: speed.
 """

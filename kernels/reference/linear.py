@@ -1,4 +1,4 @@
-"""Specification of linear layers, row gathers, and logits of a part of the vocabulary.
+"""Specifies linear layers, row gathers, and logits of a part of the vocabulary.
 
 Must not know: speed.
 """

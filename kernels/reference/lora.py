@@ -1,4 +1,4 @@
-"""Specification of LoRA adapters. It computes row by row, so that a row's bits do not depend on the
+"""Specifies LoRA adapters. It computes row by row, so that a row's bits do not depend on the
 others.
 
 Must not know: speed.

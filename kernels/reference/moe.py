@@ -1,4 +1,4 @@
-"""Specification of mixtures of experts.
+"""Specifies mixtures of experts.
 
 Must not know: speed.
 """

@@ -1,4 +1,4 @@
-"""Specification of RMS norms.
+"""Specifies RMS norms.
 
 Must not know: speed.
 """

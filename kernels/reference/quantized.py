@@ -1,5 +1,5 @@
-"""Specification of int8 and int4 linear layers: the integers, scales and summation order of the
-fast implementations.
+"""Specifies int8 and int4 linear layers: the integers, scales and summation order of the fast
+implementations.
 
 Must not know: speed.
 

@@ -1,4 +1,4 @@
-"""Specification of rotary position embedding.
+"""Specifies rotary position embedding.
 
 Must not know: speed.
 """

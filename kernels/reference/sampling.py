@@ -1,4 +1,4 @@
-"""Specification of sampling: Philox numbers, filters over one sorted row, Gumbel-max.
+"""Specifies sampling, with Philox numbers, filters over one sorted row, and Gumbel-max.
 
 Must not know: speed.
 """

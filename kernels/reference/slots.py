@@ -1,4 +1,5 @@
-"""Specification of a step's state by slot: writing differences, preparing inputs, appending tokens.
+"""Specifies a step's state by slot: how differences are written, inputs prepared and tokens
+appended.
 
 Must not know: speed, who owns the tables.
 """

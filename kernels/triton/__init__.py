@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs in Triton. Users need no other compiler than Triton's own.
+"""The kernels for NVIDIA GPUs are in Triton. Users need no other compiler than Triton's own.
 
 Must not know: models, requests.
 

@@ -1,4 +1,4 @@
-"""Gated activations, scaling and adding in Triton.
+"""Implements gated activations, scaling and adding in Triton.
 
 Must not know: models, requests.
 """

@@ -1,4 +1,5 @@
-"""Attention over the paged cache in Triton: which rows go to which kernel, in which shapes.
+"""Launches attention over the paged cache in Triton: it decides which rows go to which kernel, in
+which shapes.
 
 Must not know: models, requests.
 

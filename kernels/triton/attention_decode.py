@@ -1,5 +1,5 @@
-"""Attention of one query token per request over the paged cache: split-KV, with the partial results
-merged in the same launch or in a second one.
+"""Computes attention of one query token per request over the paged cache. Contexts are split, and
+the partial results are merged in the same launch or in a second one (split-KV).
 
 Must not know: which rows of a batch are decodes, models, requests.
 

@@ -1,4 +1,5 @@
-"""Attention of several query tokens per request over the paged cache: a prompt or a chunk of one.
+"""Computes attention of several query tokens per request, a prompt or a chunk of one, over the
+paged cache.
 
 Must not know: which rows of a batch are prefills, models, requests.
 

@@ -1,5 +1,5 @@
-"""Attention for one tile of keys: its slots, its scores, its step of the online softmax (Milakov &
-Gimelshein 2018).
+"""Computes attention for one tile of keys: its slots, its scores, its step of the online softmax
+(Milakov & Gimelshein 2018).
 
 Must not know: which positions a program visits and why; how results are stored.
 """

@@ -1,4 +1,5 @@
-"""Where the Triton implementations run, and the facts about the device that their launches need.
+"""Says where the Triton implementations run, and states the facts about the device that their
+launches need.
 
 Must not know: any operation.
 """

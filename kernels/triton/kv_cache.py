@@ -1,4 +1,4 @@
-"""Writes to the paged KV cache in Triton, and copies of its blocks.
+"""Writes to the paged KV cache in Triton, and copies its blocks.
 
 Must not know: models, requests.
 """

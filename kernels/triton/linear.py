@@ -1,4 +1,4 @@
-"""Products with weights on a GPU: cuBLAS through torch.
+"""Multiplies by weights on a GPU with cuBLAS, through torch.
 
 Must not know: models, requests.
 """

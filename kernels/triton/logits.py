@@ -1,4 +1,4 @@
-"""In-place changes of logits in Triton: penalties, and a grammar's mask.
+"""Changes logits in place in Triton, by penalties and by a grammar's mask.
 
 Must not know: models, requests, the draw.
 """

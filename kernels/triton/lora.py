@@ -1,4 +1,4 @@
-"""LoRA adapters in Triton.
+"""Implements LoRA adapters in Triton.
 
 Must not know: models, requests.
 

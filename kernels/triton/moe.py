@@ -1,5 +1,5 @@
-"""Mixtures of experts in Triton: routing, pairs of token and expert in tiles of one expert each,
-the experts' products, and their sum.
+"""Implements mixtures of experts in Triton: routing, pairs of token and expert in tiles of one
+expert each, the experts' products, and their sum.
 
 Must not know: models, requests.
 
@@ -317,7 +317,7 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
 
 
 def _gate(activation: str | ClampedSwiGLU) -> tuple[int, float, float]:
-    """ACTIVATION, GATE_SCALE and GATE_LIMIT of experts_kernel."""
+    """Returns ACTIVATION, GATE_SCALE and GATE_LIMIT of experts_kernel."""
     if isinstance(activation, ClampedSwiGLU):
         return CLAMPED, activation.scale, activation.limit
     return 1 + ACTIVATIONS.index(activation), 0.0, 0.0

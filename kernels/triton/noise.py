@@ -1,5 +1,5 @@
-"""Gumbel noise in Triton. The Philox numbers equal the reference's bit by bit; the logarithms agree
-up to rounding.
+"""Computes Gumbel noise in Triton. The Philox numbers equal the reference's bit by bit; the
+logarithms agree up to rounding.
 
 Must not know: models, requests, what is drawn with it.
 """

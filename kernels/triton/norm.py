@@ -1,4 +1,4 @@
-"""RMS norms in Triton. A program holds whole rows, so that each is read once.
+"""Implements RMS norms in Triton. A program holds whole rows, so that each is read once.
 
 Must not know: models, requests.
 """

@@ -1,5 +1,5 @@
-"""The order of a row's tokens as integers, by logit and then by ascending token id, and the first
-token of a row, found by several programs.
+"""Expresses the order of a row's tokens, by logit and then by ascending token id, as integers, and
+finds the first token of a row with several programs.
 
 Must not know: what the order is used for.
 

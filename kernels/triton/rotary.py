@@ -1,5 +1,5 @@
-"""Rotary position embedding in Triton: alone, and fused with all other steps between a layer's
-projection and its attention.
+"""Implements rotary position embedding in Triton, alone and fused with all other steps between a
+layer's projection and its attention.
 
 Must not know: models, requests.
 """

@@ -1,4 +1,5 @@
-"""Rows of tables in Triton: the embedding's, and those of the tokens whose logits are needed.
+"""Gathers rows of tables in Triton: the embedding's, and those of the tokens whose logits are
+needed.
 
 Must not know: models, requests.
 """

@@ -1,5 +1,5 @@
-"""Sampling in Triton finds the largest logit, and draws. It does not sort and does not wait. A
-row's token depends on the row alone.
+"""Finds the largest logit of a row, and draws a token, in Triton. It does not sort and does not
+wait. A row's token depends on the row alone.
 
 Must not know: models, requests, how top_k and top_p are applied.
 """

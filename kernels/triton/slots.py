@@ -1,5 +1,5 @@
-"""The tables of a step's state, by slot, in Triton: writes differences, prepares inputs, appends
-tokens.
+"""Keeps the tables of a step's state, by slot, in Triton: it writes differences, prepares inputs
+and appends tokens.
 
 Must not know: models, requests, who owns the tables.
 

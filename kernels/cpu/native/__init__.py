@@ -1,4 +1,4 @@
-"""Native kernels for x86 CPUs: a C++ library (src/) called with raw pointers.
+"""Native kernels for x86 CPUs are in a C++ library (src/) that is called with raw pointers.
 
 Must not know: models, requests.
 

@@ -1,4 +1,4 @@
-"""Activations, scaling and adding by the native library.
+"""Implements activations, scaling and adding by the native library.
 
 Must not know: models, requests.
 """

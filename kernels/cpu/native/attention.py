@@ -1,4 +1,4 @@
-"""Attention by the native library, over the paged KV cache and of text encoders.
+"""Implements attention by the native library, over the paged KV cache and of text encoders.
 
 Must not know: models, requests.
 """

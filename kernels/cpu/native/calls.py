@@ -1,4 +1,4 @@
-"""The structs, enumerations and constants of the library's C interface, read from its headers.
+"""Reads the structs, enumerations and constants of the library's C interface from its headers.
 
 Must not know: what an operation computes (kernels/ops.py), tensors.
 
@@ -68,7 +68,8 @@ class Struct(Structure):
     __slots__ = ()
     names: ClassVar[tuple[str, ...]] = ()  # of all fields, those of the base first
     pointers: ClassVar[tuple[str, ...]] = ()  # the names of fields that are addresses
-    # (field, operand, dimension) of the fields that are strides: x_row and x_head of x
+    # strides has (field, operand, dimension) of the fields that are strides, such as x_row and
+    # x_head of x.
     strides: ClassVar[tuple[tuple[str, str, int], ...]] = ()
     _all: ClassVar[frozenset[str]] = frozenset()
 

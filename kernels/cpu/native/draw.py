@@ -1,4 +1,4 @@
-"""The call that samples tokens, shared by the operation and by multi-step runs.
+"""Makes the call that samples tokens, which the operation and multi-step runs share.
 
 Must not know: who samples, models.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...reference.sampling import no_filters
 from .calls import F32, Op, Sample
 
-# temperature, top_k, top_p, min_p, seeds and positions, as sample_tokens takes them
+# Columns are temperature, top_k, top_p, min_p, seeds and positions, as sample_tokens takes them.
 Columns = tuple[Any, ...]
 
 

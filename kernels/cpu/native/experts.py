@@ -1,4 +1,4 @@
-"""Mixtures of experts of the native library.
+"""Implements mixtures of experts by the native library.
 
 Must not know: models, requests.
 

@@ -1,4 +1,4 @@
-"""Runs functions of plugins, compiled with include/quire/plugin.h, as native kernels: threads share
+"""Runs functions of plugins, compiled with include/quire/plugin.h, as native kernels. Threads share
 their rows, and a model that calls them is recorded like one of built-in kernels.
 
 Must not know: what a function computes, models, requests.

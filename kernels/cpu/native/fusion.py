@@ -43,7 +43,7 @@ def fuse(recorder: Recorder, results: Iterable[int]) -> list[Call]:
 
     `results`: buffers that are read after all calls.
     """
-    # buffer -> (index of the call, field), in order
+    # A buffer maps to the (index of the call, field) of its uses, in order.
     uses: dict[int, list[tuple[int, str]]] = defaultdict(list)
     for index, call in enumerate(recorder.calls):
         for operand in recorder.operands(call):

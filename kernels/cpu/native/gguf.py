@@ -1,5 +1,5 @@
-"""Linear layers on blocks of GGUF files and on those of int4 checkpoints, and embedding look-ups in
-them.
+"""Implements linear layers on blocks of GGUF files and on those of int4 checkpoints, and embedding
+look-ups in them.
 
 Must not know: files, models, requests.
 

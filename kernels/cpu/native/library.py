@@ -38,7 +38,7 @@ class Library:
         self._dll.quire_run_timed.argtypes = address, number, address, address, number
         self._dll.quire_pack_linear.argtypes = address, count, number, count, count, address
         self._dll.quire_pack_blocks.argtypes = address, count, count, address, address, address
-        # isas are those that this processor can run.
+        # This processor can run these.
         self.isas = tuple(isa for isa in ISAS if self._dll.quire_isa_supported(isa.encode()))
         self.isa: str | None = None
 

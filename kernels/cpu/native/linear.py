@@ -1,4 +1,4 @@
-"""Linear layers of the native library, whose weights are packed once.
+"""Implements linear layers by the native library. Their weights are packed once.
 
 Must not know: models, requests.
 """

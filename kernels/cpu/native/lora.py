@@ -1,4 +1,4 @@
-"""LoRA adapters of the native library.
+"""Implements LoRA adapters by the native library.
 
 Must not know: models, requests.
 """

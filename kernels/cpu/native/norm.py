@@ -1,4 +1,4 @@
-"""RMS norms and layer norms of the native library.
+"""Implements RMS norms and layer norms by the native library.
 
 Must not know: models, requests.
 """
@@ -13,7 +13,7 @@ from .tensors import DTYPES, PRIORITY, is_native
 
 @register("rms_norm", name="native", predicate=is_native, priority=PRIORITY)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    # heads is [rows, heads, size]. Views cost more than the norm of a few rows.
+    # Heads are [rows, heads, size]. Views cost more than the norm of a few rows.
     heads = x if x.dim() in (2, 3) else x.reshape(-1, *x.shape[-2:])
     out = empty(*heads.shape, dtype=x.dtype)
     has_heads = heads.dim() == 3

@@ -1,4 +1,4 @@
-"""Routes a wrapper's call: to the library, or to the recorder while a model is recorded.
+"""Routes a wrapper's call to the library, or to the recorder while a model is recorded.
 
 Must not know: any operation, models, requests.
 """

@@ -1,4 +1,4 @@
-"""Linear layers with int8 and int4 weights, and embedding look-ups in such weights.
+"""Implements linear layers with int8 and int4 weights, and embedding look-ups in such weights.
 
 Must not know: models, requests.
 

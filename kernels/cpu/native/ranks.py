@@ -1,4 +1,4 @@
-"""Sums and joins of what the ranks of a machine have computed, as operations of the library.
+"""Sums and joins what the ranks of a machine have computed, as operations of the library.
 
 Must not know: models, requests, how ranks are started, what else they say to each other.
 """
@@ -56,7 +56,7 @@ class NativeExchange:
             "awake_ns": int(awake_s * 1e9),
             "timeout_ns": int(timeout_s * 1e9),
         }
-        # of joins: calls hold their addresses
+        # These are the starts of joins. They are kept because calls hold their addresses.
         self._starts: dict[tuple[int, ...], ctypes.Array] = {}
 
     def all_reduce(self, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -87,7 +87,7 @@ class Recorder:
         self._rows = {limits.num_tokens: ALL_TOKENS, num_logits: ALL_LOGITS}
         # The memory is kept alive, so that no address is used twice.
         self._memory: list[mmap.mmap] = []
-        # (address, bytes) of every tensor that a call made, ascending
+        # It has (address, bytes) of every tensor that a call made, ascending.
         self.buffers: list[tuple[int, int]] = []
         self.token_ids = self._make((limits.num_tokens,), torch.int32)
         self.positions = self._make((limits.num_tokens,), torch.int64)
@@ -107,7 +107,8 @@ class Recorder:
             self._make((limits.num_tokens,), torch.int32) if has_adapters else None,
         )
         self._part_ids: dict[int, int] = {}  # address of ids that part_ids made -> first id
-        # by the name of the step's member; in order of groups where these have their own
+        # The key is the name of the step's member. Tensors are in order of groups where these have
+        # their own.
         self._inputs = {
             "token_ids": [self.token_ids],
             "positions": [self.positions],

@@ -1,4 +1,4 @@
-"""Replays a recorded model: its calls, with all addresses filled in, run as one.
+"""Replays a recorded model, whose calls, with all addresses filled in, run as one.
 
 Must not know: models, requests, any operation.
 """
@@ -60,7 +60,7 @@ class Program:
         self.has_adapters = recorder.metadata.adapters is not None
         self._has_groups = bool(recorder.metadata.groups)
         self.timer: CallTimer | None = None
-        # [T of limits, hidden_size] and [R of limits, ...], valid after a step
+        # They are [T of limits, hidden_size] and [R of limits, ...], and are valid after a step.
         self.hidden, *self.of_logits = self._settle(recorder, results, found)
         self._counts = -1, -1  # T and R of the last step
         self._results: tuple[Tensor, ...] = ()  # the results of the last step

@@ -1,4 +1,5 @@
-"""Rotary position embedding and KV-cache writes of the native library. fusion.py fuses the two.
+"""Implements rotary position embedding and KV-cache writes by the native library. fusion.py fuses
+the two.
 
 Must not know: models, requests.
 """

@@ -1,5 +1,5 @@
-"""Gathers of the native library: embeddings, the rows whose logits are needed, and logits of a part
-of the vocabulary.
+"""Gathers embeddings and the rows whose logits are needed, and spreads logits of a part of the
+vocabulary, by the native library.
 
 Must not know: models, requests.
 """

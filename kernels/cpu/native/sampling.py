@@ -1,4 +1,4 @@
-"""Sampling of the native library: argmax, sampling, log-probabilities.
+"""Implements argmax, sampling and log-probabilities by the native library.
 
 Must not know: models, requests.
 """

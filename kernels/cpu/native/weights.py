@@ -1,4 +1,4 @@
-"""Memory for packed weights and adapters, in huge pages where the system has them.
+"""Allocates memory for packed weights and adapters, in huge pages where the system has them.
 
 Must not know: how a weight is packed.
 """

@@ -149,7 +149,7 @@ class ModelSlot:
         return self.coming
 
     def end_coming(self, task: asyncio.Task[Any] | None) -> None:
-        """Ends the task that `bring` made. Another may have taken its place."""
+        """Notes the end of the task that `bring` made. Another may have taken its place."""
         if self.coming is task:
             self.coming = None
 

@@ -85,7 +85,7 @@ class Download:
         await asyncio.shield(self.done)
 
     def _progress(self, sent: dict[str, int]) -> list[dict[str, Any]]:
-        """Yields the lines about what has changed since `sent`, which is brought up to date."""
+        """Returns the lines about what has changed since `sent`, which is brought up to date."""
         lines = []
         blobs = {blob.name: blob for blob in self.wanted.blobs} if self.wanted is not None else {}
         for name, num_bytes in self.parts.items():

@@ -158,7 +158,7 @@ class ChatAnswer(OpenAIAnswer):
         return ChunkChoice(index=index, delta={"content": text})
 
     def _choices(self, delta: ChoiceDelta) -> list[ChunkChoice]:
-        """Yields one choice per part, and one for the end. Log-probabilities and token ids are
+        """Returns one choice per part, and one for the end. Log-probabilities and token ids are
         added to the first part, or sent in an empty one if there is no part yet.
         """
         choices = [

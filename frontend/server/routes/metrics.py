@@ -236,7 +236,7 @@ class Collector:
         return admission.num_waiting if admission is not None else 0
 
     def _cache_config(self, engine: AsyncLLM, prefix: str) -> Metric:
-        """Yields the cache settings as labels of a metric with value 1, the usual form of text in
+        """Returns the cache settings as labels of a metric with value 1, the usual form of text in
         Prometheus.
         """
         settings = msgspec.structs.asdict(engine.config.cache_config)

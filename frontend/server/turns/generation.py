@@ -81,7 +81,7 @@ def check_room(
 
 @contextmanager
 def running_id(state: ServerState, wanted: str) -> Iterator[str]:
-    """Returns the id of a request of the engine: `wanted`, or one like it while a request has that.
+    """Gives the id of a request of the engine: `wanted`, or one like it while a request has that.
     A proxy that retries sends the same x-request-id while the first attempt still runs.
     """
     request_id = wanted

@@ -143,7 +143,7 @@ async def _processed(
 
 
 def _slices(prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
-    """Yields start and end of what is tokenized together."""
+    """Returns start and end of what is tokenized together."""
     found, start, num_characters = [], 0, 0
     for i, prompt in enumerate(prompts):
         length = sum(map(len, _texts(prompt)))

@@ -30,10 +30,10 @@ Fill = Callable[[torch.Tensor, torch.Tensor | PackedRows], None]
 
 @dataclass
 class Conversion:
-    """Tensors of the model from tensors of the checkpoint."""
+    """How tensors of the checkpoint become tensors of the model."""
 
     sources: list[str]
-    # values of the sources, in order -> values by name in the model
+    # takes the values of the sources in order, and returns values by name in the model
     convert: Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]
     target: str  # the first of its names
     is_plain: bool = False  # one tensor under another name
@@ -46,10 +46,10 @@ def load_converted_weights(
     fill: Fill,
     quantization: CheckpointQuantization | None = None,
 ) -> None:
-    """As loader.load_weights, for a model with `plan_conversions(stored names)`.
+    """Does what loader.load_weights does, for a model with `plan_conversions(stored names)`.
 
-    Quantized weights that are one tensor of the model by themselves reach `fill` as blocks. Others,
-    as those of experts, are unpacked to the model's dtype, and the log says so.
+    A quantized weight that is a tensor of the model by itself reaches `fill` as blocks. Others,
+    such as those of experts, are unpacked to the model's dtype, and the log says so.
 
     Raises ModelLoadError, naming file and tensor, for a name that is missing, unexpected or there
     twice, and for a wrong shape or type.
@@ -94,7 +94,7 @@ def load_converted_weights(
 def _conversions(
     conversions: list[Conversion], read: _SourceReader
 ) -> Iterator[tuple[str, str, torch.Tensor | PackedRows]]:
-    """(first stored tensor, name in the model, values)"""
+    """Yields (first stored tensor, name in the model, values)."""
     for conversion in conversions:
         source = conversion.sources[0]
         if conversion.is_plain:
@@ -118,7 +118,7 @@ def _check_tied(
 
 
 class _SourceReader:
-    """Reads weights, of which each may be stored as several tensors."""
+    """Reads weights, each of which may be stored as several tensors."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class _SourceReader:
         quantization: CheckpointQuantization | None,
         dtype: torch.dtype,
     ):
-        """dtype: of what is unpacked. The files stay open until `stack` ends."""
+        """Weights are unpacked to `dtype`. The files stay open until `stack` ends."""
         self._stored, self._dtype = stored, dtype
         self._files = {
             path: stack.enter_context(safe_open(path, framework="pt"))

@@ -2,9 +2,9 @@
 
 Must not know: how a head computes, requests.
 
-EAGLE-3 as its authors and SpecForge write it: fc, midlayer, norm, lm_head, and d2t, which maps the
-head's tokens to the model's. Multi-token prediction under the names of MiMo, of DeepSeek and GLM,
-and of Qwen.
+It reads EAGLE-3 as its authors and SpecForge write it: fc, midlayer, norm, lm_head, and d2t, which
+maps the head's tokens to the model's. It reads multi-token prediction under the names of MiMo, of
+DeepSeek and GLM, and of Qwen.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ...ipc.errors import ModelLoadError
 from ...ipc.json_files import check_regular_file
 
 Fill = Callable[[torch.Tensor, torch.Tensor], None]
-Table = Iterator[tuple[str, torch.Tensor]]  # of the head: its `weights`
+Table = Iterator[tuple[str, torch.Tensor]]  # the head's `weights`
 
 
 class MTPNames(NamedTuple):
-    """Names in a checkpoint; `is_hidden_first`: in the concatenation that fc reads."""
+    """Names in a checkpoint. `is_hidden_first` is about the concatenation that fc reads."""
 
     fc: str
     token_norm: str
@@ -35,7 +35,9 @@ class MTPNames(NamedTuple):
 
 
 def mtp_names(num_layers: int) -> list[MTPNames]:
-    """num_layers: of the model, behind whose layers DeepSeek and GLM number the head's."""
+    """Lists the names. The model has `num_layers` layers; DeepSeek and GLM number the head's layer
+    after them.
+    """
     mimo, glm = "model.mtp_layers.0", f"model.layers.{num_layers}"
     return [
         MTPNames(
@@ -62,7 +64,7 @@ class HeadWeights:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._files: dict[str, Path] = {}  # by the names of tensors
+        self._files: dict[str, Path] = {}  # by name of the tensor
         try:
             for path in sorted(directory.glob("*.safetensors")):
                 check_regular_file(path)
@@ -83,7 +85,7 @@ class HeadWeights:
             return file.get_tensor(name)
 
     def find_mtp_names(self, num_layers: int) -> MTPNames:
-        """Raises ModelLoadError where there is no head."""
+        """Finds the names that the files use. Raises ModelLoadError where there is no head."""
         known = mtp_names(num_layers)
         for names in known:
             if f"{names.fc}.weight" in self:
@@ -95,8 +97,8 @@ class HeadWeights:
 def read_known_tokens(
     weights: HeadWeights, hf_config: dict[str, Any], vocab_size: int
 ) -> torch.Tensor | None:
-    """[D] i64: the model's token of each token of an EAGLE-3 head's own vocabulary, which differ in
-    d2t; None: they have the same vocabulary.
+    """Returns the model's token of each token of an EAGLE-3 head's own vocabulary, [D] i64; d2t
+    holds the differences. None: both have the same vocabulary.
 
     Raises ModelLoadError for a map that does not fit.
     """
@@ -130,8 +132,9 @@ def fill_eagle3(
     tokens: torch.Tensor | None,
     fill: Fill,
 ) -> None:
-    """Fills an Eagle3Head. size: hidden_size; layers: those of the model that it reads; tokens:
-    read_known_tokens. Raises ModelLoadError for what is missing or has another shape.
+    """Fills an Eagle3Head. `size` is hidden_size, `layers` are those of the model that it reads,
+    and `tokens` comes from read_known_tokens. Raises ModelLoadError for what is missing or has
+    another shape.
     """
 
     def values_of(name: str) -> torch.Tensor:
@@ -147,7 +150,7 @@ def fill_eagle3(
 
 
 def fill_mtp(table: Table, size: int, weights: HeadWeights, names: MTPNames, fill: Fill) -> None:
-    """Fills an MTPHead, as fill_eagle3."""
+    """Fills an MTPHead; see fill_eagle3."""
 
     def values_of(name: str) -> torch.Tensor:
         own, part = _part(name)
@@ -166,7 +169,9 @@ def _part(name: str) -> tuple[str, str]:
 def _columns(
     weights: HeadWeights, name: str, part: str, size: int, is_hidden_first: bool
 ) -> torch.Tensor:
-    """The tensor, or of a weight over a concatenation the columns for "token" or "hidden"."""
+    """Returns the tensor. Of a weight over a concatenation it returns the columns for "token" or
+    "hidden".
+    """
     values = weights[name]
     if not part:
         return values

@@ -1,4 +1,4 @@
-"""Reads weight files ahead and allocates memory for packed weights while torch is imported: a
+"""Reads weight files ahead and allocates memory for packed weights while torch is imported. A
 gigabyte takes a second or more on a virtual machine.
 
 Must not know: torch, which is not imported yet; models.
@@ -36,8 +36,8 @@ _reserved: mmap.mmap | None = None
 
 
 def begin(config: EngineConfig, *, imports_torch: bool = False) -> list[threading.Thread]:
-    """Starts both. Call it before torch is imported; later it has no effect. `imports_torch`:
-    another thread has begun to.
+    """Starts to read and to allocate. Call it before torch is imported; later it has no effect.
+    `imports_torch`: whether another thread has begun to import torch.
 
     It never fails: without it, loading only takes longer.
     """
@@ -58,7 +58,7 @@ def begin(config: EngineConfig, *, imports_torch: bool = False) -> list[threadin
     except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error):
         return []  # the loader reports what is wrong
     free_bytes = free_memory_bytes()
-    # if it barely fits, memory is requested step by step
+    # if it barely fits, the loader requests memory step by step
     if num_early > 0 and 2 * num_bytes <= free_bytes:
         _reserved = mmap.mmap(
             -1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -68,7 +68,7 @@ def begin(config: EngineConfig, *, imports_torch: bool = False) -> list[threadin
         threads = [threading.Thread(target=_populate, args=(_reserved, num_early))]
     else:
         threads = []
-    if num_stored <= free_bytes:  # else what is read first would be dropped before it is used
+    if num_stored <= free_bytes:  # otherwise the first pages would be dropped before they are used
         threads.append(threading.Thread(target=_read_ahead, args=(files,)))
     for thread in threads:
         thread.name, thread.daemon = "quire-early-memory", True
@@ -77,19 +77,21 @@ def begin(config: EngineConfig, *, imports_torch: bool = False) -> list[threadin
 
 
 def take() -> mmap.mmap | None:
-    """Returns the memory, once; the caller owns it."""
+    """Returns the memory once; the caller then owns it."""
     global _reserved
     taken, _reserved = _reserved, None
     return taken
 
 
 def _needed(config: EngineConfig, files: list[Path]) -> tuple[int, int]:
-    """Bytes to fill early and bytes to reserve; zeros if weights will not be packed there."""
+    """How many bytes to fill early and how many to reserve; zeros if weights will not be packed
+    there.
+    """
     model_config, device_config = config.model_config, config.device_config
     if device_config.device != "cpu" or device_config.cpu_isa == "none":
         return 0, 0
     if is_gguf(Path(model_config.model)):
-        # blocks take as much as in the file; its header would take longer to read than it saves
+        # blocks take as much as in the file; reading its header would cost more than it saves
         num_bytes = sum(path.stat().st_size for path in files)
         return (0, 0) if model_config.quantization else (num_bytes, num_bytes)
     shapes = matrices(files)
@@ -101,13 +103,13 @@ def _needed(config: EngineConfig, files: list[Path]) -> tuple[int, int]:
         num_bytes != rows * columns * (4 if model_config.dtype == "float32" else 2)
         for rows, columns, num_bytes in shapes
     ):
-        # stored in another dtype than the model's: a layer is in memory twice until it is packed
+        # the file has another dtype than the model: a layer is in memory twice until it is packed
         num_early -= largest
     return num_early, packed
 
 
 def matrices(files: list[Path]) -> list[tuple[int, int, int]]:
-    """Yields (rows, columns, bytes) of every matrix in safetensors files."""
+    """Returns (rows, columns, bytes) of every matrix in safetensors files."""
     found = []
     for path in files:
         with path.open("rb") as file:
@@ -126,9 +128,8 @@ def matrices(files: list[Path]) -> list[tuple[int, int, int]]:
 def packed_bytes(
     shapes: list[tuple[int, int, int]], dtype: str, quantization: str | None
 ) -> tuple[int, int]:
-    """The estimated packed size of the matrices, and the size of the largest in its file.
-
-    The largest is assumed to be the head.
+    """Estimates the packed size of the matrices, and returns it with the size of the largest in its
+    file. The largest is assumed to be the head.
     """
     largest = max(shapes, key=lambda shape: shape[2], default=(0, 0, 0))
     if quantization is None:
@@ -145,7 +146,7 @@ def packed_bytes(
 
 
 def _read_ahead(files: list[Path]) -> None:
-    """Brings files to the page cache, if they are not there, in calls that release the GIL.
+    """Brings files that are not there to the page cache, in calls that release the GIL.
 
     The system takes advice (posix_fadvise) for at most a megabyte of a file.
     """
@@ -161,7 +162,7 @@ def _read_ahead(files: list[Path]) -> None:
 
 
 def _is_cached(file: int, size: int) -> bool:
-    """Whether some pages of the file are in memory, which stands for all."""
+    """Whether some pages of the file are in memory. They stand for all."""
     byte = bytearray(1)
     try:
         for i in range(_SAMPLES):

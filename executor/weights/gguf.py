@@ -1,4 +1,4 @@
-"""Fills the parameters of a model from a GGUF file, with its blocks as they lie in the file.
+"""Fills the parameters of a model from a GGUF file, with blocks as they lie in the file.
 
 Must not know: architectures, what a parameter is for, requests.
 """
@@ -36,7 +36,7 @@ Fill = Callable[[torch.Tensor, torch.Tensor | PackedRows], None]
 
 
 def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times: LoadTimes) -> None:
-    """As loader.load_weights, from a GGUF file.
+    """Does what loader.load_weights does, from a GGUF file.
 
     The file is mapped and its pages are released once they are read, so that memory holds the
     model and one tensor.
@@ -74,7 +74,7 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times:
             target = missing.pop(name)
             fill(target, packed if target.dim() > 1 else _vector(packed, name, norm_offset))
         del target
-        # of all tensors so far: a layer's blocks are read when the last of them is there
+        # it releases all tensors so far: a layer's blocks are read when the last of them is there
         if times.num_bytes - released >= _RELEASED_AT_ONCE:
             release_mapped(_bytes(maps[tensor.path], tensor.offset + tensor.num_bytes))
             released = times.num_bytes
@@ -83,8 +83,8 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times:
 
 
 def tensors_of_file(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors to fill under the names and in the shapes of a GGUF file: all names end with
-    weight or bias, and stacked experts have gate and up apart, [experts, rows, columns] each.
+    """The tensors to fill, under the names and in the shapes of a GGUF file. All names end with
+    weight or bias. Stacked experts have gate and up apart, [experts, rows, columns] each.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.weights():
@@ -105,8 +105,8 @@ def tensors_of_file(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _gate_and_up(tensor: torch.Tensor, is_transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of gate_up_proj: [experts, 2 * rows, columns], or of gpt-oss [experts, columns,
-    2 * rows] and its bias, where both take turns.
+    """Views of gate_up_proj, [experts, 2 * rows, columns]. That of gpt-oss is [experts, columns,
+    2 * rows]; there, and in its bias, gate and up alternate.
     """
     if not is_transposed:
         gate, up = tensor.chunk(2, 1)
@@ -116,7 +116,7 @@ def _gate_and_up(tensor: torch.Tensor, is_transposed: bool) -> tuple[torch.Tenso
 
 
 def _vector(packed: PackedRows, name: str, norm_offset: float) -> torch.Tensor:
-    """A norm's weight or a bias. norm_offset: what the conversion to GGUF adds to the former."""
+    """Returns a norm's weight or a bias. The conversion to GGUF adds norm_offset to the former."""
     values = packed.dequantized(torch.float32).flatten()
     if norm_offset and name.endswith("norm.weight"):
         return values.double() - norm_offset
@@ -126,15 +126,15 @@ def _vector(packed: PackedRows, name: str, norm_offset: float) -> torch.Tensor:
 def halves_apart(packed: PackedRows, num_heads: int) -> PackedRows:
     """Undoes the permutation of the conversion to GGUF.
 
-    It interleaves the two halves of a head, because GGML rotates neighbouring rows; Quire rotates
-    rows of the two halves, as transformers does.
+    The conversion interleaves the two halves of a head, because GGML rotates neighbouring rows.
+    Quire rotates rows of the two halves, as transformers does.
     """
     order = torch.arange(len(packed.rows)).view(num_heads, -1, 2).transpose(1, 2).flatten()
     return packed._replace(rows=packed.rows[order], is_mapped=False)
 
 
 def _map(maps: dict[Path, mmap.mmap], path: Path) -> mmap.mmap:
-    """A private mapping, which torch takes for writable memory; it is never written."""
+    """Returns a private mapping, which torch takes for writable memory. Nothing writes to it."""
     if path not in maps:
         with path.open("rb") as file:
             maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -142,7 +142,7 @@ def _map(maps: dict[Path, mmap.mmap], path: Path) -> mmap.mmap:
 
 
 def _rows(mapped: mmap.mmap, tensor: GGUFTensor) -> torch.Tensor:
-    """[rows, bytes] uint8: of a vector, the bytes of one element each; of experts, of one each"""
+    """[rows, bytes] uint8. A row of a vector is one element; a row of experts is one expert."""
     return _bytes(mapped, tensor.num_bytes, tensor.offset).view(tensor.shape[0], -1)
 
 

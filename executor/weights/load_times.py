@@ -25,8 +25,8 @@ Key = TypeVar("Key")
 
 
 def map_pages(tensor: Tensor) -> None:
-    """Maps the pages of a contiguous tensor that lies in a mapping of a file; of a large one the
-    first, because all of them are memory in use.
+    """Maps the pages of a contiguous tensor that lies in a mapping of a file. Of a large tensor it
+    maps only the first pages, because all mapped pages count as memory in use.
     """
     begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = tensor.data_ptr() + min(tensor.nbytes, _MAPPED_AT_ONCE) - begin
@@ -37,13 +37,13 @@ class LoadTimes:
     """Measures one load, from its creation to `log`."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0  # that were read
+        self.num_bytes = 0  # read so far
         self.read_s = self.convert_s = 0.0
         self._start = time.perf_counter()
 
     def reading(self, tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[tuple[Key, Tensor]]:
         """Yields the same pairs, whose tensors lie in mappings of files. While one is converted, a
-        thread reads the next; only the time that is spent waiting for it counts as reading.
+        thread reads the next. Only the time spent waiting for it counts as reading.
         """
         waiting: tuple[Key, Tensor, Future[None]] | None = None
         with ThreadPoolExecutor(1, "quire-read") as thread:

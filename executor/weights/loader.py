@@ -1,5 +1,5 @@
-"""Fills the parameters of a model from safetensors or GGUF files, or with random values. Weights
-of quantized checkpoints are packed on the way.
+"""Fills the parameters of a model from safetensors or GGUF files, or with random values. Weights of
+quantized checkpoints are packed on the way.
 
 Must not know: architectures, what a parameter is for, requests.
 """
@@ -37,7 +37,7 @@ from .table import stored_shape
 _STAGE = "load weights"
 
 Report = Callable[[str, float], None]
-# a tensor of the weight-name table, and its values
+# takes a tensor of the weight-name table, and its values
 Fill = Callable[[torch.Tensor, torch.Tensor | PackedRows], None]
 
 
@@ -48,14 +48,14 @@ def load_weights(
     fill: Fill = copy_weights,
     quantization: CheckpointQuantization | None = None,
 ) -> None:
-    """Fills every tensor of model.weights() from `directory`, or the GGUF file of this path, cast
-    to the parameter's dtype.
+    """Fills every tensor of model.weights() from `directory`, or from the GGUF file of this path,
+    cast to the parameter's dtype.
 
-    quantization: of the safetensors files, from their config.json.
+    `quantization` is that of the safetensors files, from their config.json.
 
-    Reports the loaded fraction of all elements. `fill(tensor, stored)` does the work and may keep
-    both arguments; they are not read again. Files are mapped and read once, and pages that were
-    read are released, so memory never holds more than the model and one layer.
+    It reports the loaded fraction of all elements. `fill(tensor, stored)` does the work and may
+    keep both arguments; they are not read again. Files are mapped and read once, and pages that
+    were read are released, so memory never holds more than the model and one layer.
 
     All headers are checked before the first tensor is read. Raises what check_checkpoint does, and
     ModelLoadError for a file that cannot be read.
@@ -113,8 +113,8 @@ def _load_safetensors(
 
 
 class _WeightReader:
-    """Weights from the tensors that files have in their place: several of a quantized weight, or
-    one of all experts of a layer.
+    """Makes weights from the tensors that files have in their place. A quantized weight has several
+    tensors; all experts of a layer may have one.
     """
 
     def __init__(
@@ -125,17 +125,19 @@ class _WeightReader:
         num_experts: int,
         dtype: torch.dtype,
     ):
-        """origin: of check_checkpoint. dtype: of weights that are unpacked."""
+        """`origin` comes from check_checkpoint. Weights are unpacked to `dtype`."""
         self._origin, self._dtype = origin, dtype
         self._quantized = QuantizedWeights(shapes, quantization, set(origin))
         self._pieces = stacked_pieces(shapes, num_experts)
 
     def is_part(self, name: str) -> bool:
-        """Whether a stored tensor is one of several of a weight."""
+        """Whether a stored tensor is one of several that make up a weight."""
         return self._quantized.weight_of(name) is not None
 
     def stored(self, file: Any, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of an open file by these names, or what has the weights of these names."""
+        """Yields the tensors of an open file by these names. If a name is not in the file, it
+        yields the part of another tensor that holds the weight.
+        """
         in_file = set(file.keys())
         for name in names:
             if name in in_file:
@@ -157,8 +159,9 @@ class _WeightReader:
 
 
 def _piece(file: Any, piece: StackedPiece, stored_names: set[str]) -> torch.Tensor:
-    """A weight that lies in a stored tensor with others: a view of the mapped file, or a copy of
-    rows that are not neighbours there; of a weight in MXFP4, the numbers of the whole expert.
+    """Returns a weight that lies in a stored tensor with others. It is a view of the mapped file,
+    or a copy of rows that are not neighbours there. For a weight in MXFP4 it is the numbers of the
+    whole expert.
     """
     if (numbers := piece.stored + MXFP4_NUMBERS) in stored_names:
         return file.get_tensor(numbers)[piece.expert]
@@ -172,8 +175,8 @@ def _piece(file: Any, piece: StackedPiece, stored_names: set[str]) -> torch.Tens
 def _in_mxfp4(
     numbers: torch.Tensor, piece: StackedPiece, file: Any, scales_path: Path | None
 ) -> PackedRows:
-    """The piece of numbers [rows, groups, 16] of an expert; their scales are in `file`, or in that
-    of `scales_path`.
+    """Returns the piece of the numbers [rows, groups, 16] of an expert. Their scales are in `file`,
+    or in the file at `scales_path`.
     """
     opened = nullcontext(file) if scales_path is None else safe_open(scales_path, framework="pt")
     with opened as file_of_scales:
@@ -184,8 +187,8 @@ def _in_mxfp4(
 
 
 def _check_tied(tied: dict[str, str], origin: dict[str, Path], dtype: torch.dtype) -> None:
-    """Checks that a stored head equals the embedding it is tied to: ignoring a difference would be
-    silent.
+    """Checks that a stored head equals the embedding that it is tied to. Otherwise nobody would
+    notice a difference.
     """
     for name, original in tied.items():
         if name not in origin:
@@ -209,12 +212,12 @@ def fill_with_random_weights(
     report: Report,
     fill: Fill = torch.Tensor.copy_,  # type: ignore[assignment]
 ) -> None:
-    """load_format="dummy": normal with standard deviation 0.02 (norms around 1), the same on every
-    machine.
+    """Fills a model for load_format="dummy". Values are normal with standard deviation 0.02 (those
+    of norms around 1). They depend only on `seed`, and are the same on every machine.
 
-    Depends only on `seed`. `fill` as in load_weights.
+    `fill` is that of load_weights.
     """
-    # torch makes no other generator in an engine's own process (lean_import.py)
+    # torch cannot make another generator in an engine's own process (lean_import.py)
     generator = torch.default_generator
     state = generator.get_state()
     generator.manual_seed(seed)

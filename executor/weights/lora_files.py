@@ -34,7 +34,7 @@ _PEFT_ENDINGS = {  # what PEFT calls A and B
     ".lora_embedding_B": "b",
 }
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# prefixes under which a model may lie within another
+# the prefixes that a model's names may have within another model
 _OUTER = ("model.", "language_model.")
 _GGUF_TYPE_KEY, _GGUF_ALPHA_KEY = "adapter.type", "adapter.lora.alpha"
 
@@ -42,13 +42,13 @@ _GGUF_TYPE_KEY, _GGUF_ALPHA_KEY = "adapter.type", "adapter.lora.alpha"
 class Adapted(NamedTuple):
     """A module that may have an adapter."""
 
-    in_features: int  # of an embedding: the vocabulary
+    in_features: int  # for an embedding, the size of the vocabulary
     out_features: int
     is_embedding: bool = False
 
 
 class AdapterWeights(NamedTuple):
-    """The adapter of one module, laid out as add_lora and add_lora_embedding take it."""
+    """The adapter of one module, in the layout that add_lora and add_lora_embedding take."""
 
     a: torch.Tensor  # [rank, in_features]; of an embedding [in_features, rank]
     b: torch.Tensor  # [blocks, rank, LORA_BLOCK]: kernels.lora.in_blocks
@@ -75,9 +75,10 @@ def read_adapter(
     max_rank: int,
     dtype: torch.dtype,
 ) -> dict[str, AdapterWeights]:
-    """The adapter's weights by the names of `modules`, those of the model.
+    """Reads the adapter's weights by the names of `modules`, which are those of the model.
 
-    path: a directory in PEFT's format or a GGUF file. heads: of queries and of keys.
+    `path` is a directory in PEFT's format or a GGUF file. `heads` are the numbers of query heads
+    and of key heads.
 
     Raises ModelLoadError, naming file and tensor, for an adapter that is malformed, not supported,
     of another model, or of a higher rank than `max_rank`.
@@ -100,7 +101,7 @@ def read_adapter(
 
 
 def _inner(name: str) -> str:
-    """The name of a module without what models that contain the model put in front."""
+    """The name of a module without the prefix that an outer model puts in front."""
     while name.startswith(_OUTER):
         name = name.partition(".")[2]
     return name
@@ -150,7 +151,7 @@ def _as_one_sentence(path: Path) -> Iterator[None]:
 
 
 def _read_peft(directory: Path) -> Iterator[tuple[str, _Pair]]:
-    """Names of modules, as the model in transformers' code has them, with their adapters."""
+    """Yields the names of modules, as transformers' code of the model has them, with adapters."""
     config_path, path = directory / CONFIG_NAME, directory / WEIGHTS_NAME
     config = parse_lora_config(read_json(config_path), config_path)
     if not path.exists() and (directory / "adapter_model.bin").exists():
@@ -182,7 +183,7 @@ def _read_peft(directory: Path) -> Iterator[tuple[str, _Pair]]:
 
 
 def _part_of(name: str, path: Path) -> tuple[str, str]:
-    """(module, "a" or "b") of a tensor."""
+    """The module that a tensor belongs to, and "a" or "b"."""
     for ending, part in _PEFT_ENDINGS.items():
         if name.startswith(_PEFT_PREFIX) and name.endswith(ending):
             return name[len(_PEFT_PREFIX) : -len(ending)], part
@@ -202,7 +203,7 @@ def _check_module(config: LoraConfig, module: str, names: dict[str, str], path: 
 
 
 def _read_gguf(path: Path, heads: tuple[int, int]) -> Iterator[tuple[str, _Pair]]:
-    """Reads the same from a GGUF file, where A of an embedding is transposed."""
+    """Does what _read_peft does, for a GGUF file. There, A of an embedding is transposed."""
     file = read_gguf(path)
     kinds = file.metadata.get("general.type"), file.metadata.get(_GGUF_TYPE_KEY, "lora")
     if kinds != ("adapter", "lora"):
@@ -262,8 +263,8 @@ def _rows(tensor: GGUFTensor) -> PackedRows:
 
 
 def stamp_of(path: str) -> str:
-    """The names, sizes, inodes and times of change of a file, or of the files in a directory; "" of
-    what is not there.
+    """The names, sizes, inodes and times of change of a file, or of the files in a directory. The
+    stamp of what does not exist is "".
     """
     place = Path(path)
     files = sorted(place.iterdir()) if place.is_dir() else [place]
@@ -277,5 +278,5 @@ def stamp_of(path: str) -> str:
 def _status(file: Path) -> os.stat_result | None:
     try:
         return file.stat()
-    except OSError:  # it has just been removed
+    except OSError:  # someone has just removed it
         return None

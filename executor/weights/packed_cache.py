@@ -1,4 +1,4 @@
-"""Files with packed weights, so that a second start maps what the first one has quantized.
+"""Keeps packed weights in files, so that a second start maps what the first one has quantized.
 
 Must not know: torch, layers, what an array is for.
 
@@ -6,8 +6,8 @@ Must not know: torch, layers, what an array is for.
         magic, length of the header, SHA-256 of the header; the header as JSON: the key, and where
         each array lies; the arrays, each at a page
 
-The key holds all that the arrays depend on, and the header a checksum of each array. An entry with
-another key, that is damaged, or that is not this user's own (ipc/own_files.py) is ignored and
+The key holds all that the arrays depend on, and the header holds a checksum of each array. An entry
+that has another key, is damaged, or is not this user's own (ipc/own_files.py) is ignored and
 written again. Writers write to a file of their own and rename it, so readers see whole files, and
 several writers do no harm.
 """
@@ -39,11 +39,11 @@ from ...ipc.own_files import TEMPORARY, UntrustedFileError, open_own, replace_ow
 logger = logging.getLogger(__name__)
 
 MAGIC = b"QUIREPW\0"
-# changes with kernels/cpu/native/src/quantize.inl; the layout is the same for all instruction sets
+# it changes with kernels/cpu/native/src/quantize.inl; all instruction sets share the layout
 LAYOUT = 2
 FIRST = Struct("<8sQ32s")
 MAX_HEADER_BYTES = 64 * 2**20
-_ROW, _ROWS = 4096, 256  # bytes; together a piece of a megabyte
+_ROW, _ROWS = 4096, 256  # bytes of a row, and rows of a piece of a megabyte
 STALE_S = 3600.0  # a temporary file of this age was left by a process that died
 
 
@@ -64,7 +64,7 @@ class Header(msgspec.Struct, frozen=True):
 class StoredArray(NamedTuple):
     dtype: str
     shape: list[int]
-    data: memoryview  # of bytes; of an entry that was read a view of the mapped file
+    data: memoryview  # of bytes; in an entry that was read, a view of the mapped file
 
 
 def weight_files(model: Path) -> list[Path]:
@@ -75,11 +75,11 @@ def weight_files(model: Path) -> list[Path]:
 
 
 class PackedCache:
-    """The entry of one model in a directory, whether it is there or not."""
+    """The entry of one model in a directory, whether it exists or not."""
 
     def __init__(self, directory: Path, model: Path, config: EngineConfig):
-        """`model`: the directory or GGUF file of the weights. Raises OSError for weight files that
-        cannot be found.
+        """`model` is the directory or the GGUF file of the weights. Raises OSError for weight files
+        that cannot be found.
         """
         settings = config.model_config
         kind = [settings.quantization, settings.dtype, settings.model_impl]
@@ -93,8 +93,8 @@ class PackedCache:
 
     @staticmethod
     def of(config: EngineConfig, model: Path | None = None) -> PackedCache | None:
-        """None if packed_weights_cache is not set or does not apply. `model`: in place of the
-        configured one.
+        """The entry of a configuration's model, or of `model` in place of that. None:
+        packed_weights_cache is not set, or does not apply.
         """
         directory = config.load_config.packed_weights_cache
         if directory is None or config.load_config.load_format == "dummy":
@@ -107,8 +107,9 @@ class PackedCache:
             return None  # the loader reports what is wrong
 
     def read(self) -> dict[str, StoredArray] | None:
-        """The arrays, in a private mapping whose pages are shared while nobody writes to them; None
-        if there is no entry, or none that can be used, which is logged.
+        """Returns the arrays, in a private mapping whose pages are shared while nobody writes to
+        them. It returns None if there is no entry, or logs why an entry cannot be used and returns
+        None.
         """
         try:
             with open(open_own(self.path), "rb") as file:
@@ -138,7 +139,7 @@ class PackedCache:
         return arrays
 
     def may_be_read(self) -> bool:
-        """Whether there is an entry that is this user's own."""
+        """Whether there is an entry, and it is this user's own."""
         try:
             os.close(open_own(self.path))
         except OSError:
@@ -146,7 +147,7 @@ class PackedCache:
         return True
 
     def write(self, arrays: Mapping[str, StoredArray]) -> None:
-        """Writes or replaces the entry. What prevents it is logged: the engine runs without."""
+        """Writes or replaces the entry. A failure is only logged: the engine runs without it."""
         start = time.perf_counter()
         try:
             header, places = self._header(arrays)
@@ -169,7 +170,7 @@ class PackedCache:
             name: Place(array.dtype, array.shape, 0, array.data.nbytes, checksums[name])
             for name, array in arrays.items()
         }
-        # with room for the digits of `begin`
+        # this leaves room for the digits of `begin`
         size = len(_encode(Header(self.key, 0, places))) + 16 * (len(places) + 1)
         at = _to_page(size)
         for name, place in places.items():
@@ -192,11 +193,12 @@ class PackedCache:
 
 
 def checksum(data: memoryview) -> int:
-    """A CRC-32 of the rows of 4 KiB of each megabyte, XORed: six times as fast as a CRC-32 of all
-    bytes. It changes with any byte, with pages of zeros, and with what is moved beyond a megabyte;
-    not if rows within a megabyte change places.
+    """XORs the rows of 4 KiB of each megabyte, and returns a CRC-32 of the results. This is six
+    times as fast as a CRC-32 of all bytes. The checksum changes with any byte, with pages of zeros,
+    and with data that moves to another megabyte. It does not change if rows within a megabyte
+    change places.
 
-    data: contiguous. Runs without the GIL.
+    `data` is contiguous. It runs without the GIL.
     """
     found, piece = 0, _ROW * _ROWS
     for start in range(0, data.nbytes, piece):
@@ -216,7 +218,7 @@ def _checksums(arrays: Mapping[str, StoredArray]) -> dict[str, int]:
 
 
 def _read_header(mapped: mmap.mmap) -> Header:
-    """Raises ValueError or MsgspecError for what is not exactly as it was written."""
+    """Reads the header. Raises ValueError or MsgspecError if it is not exactly as written."""
     if len(mapped) < FIRST.size:
         raise ValueError(f"it has {len(mapped)} bytes")
     magic, size, digest = FIRST.unpack_from(mapped)

@@ -1,4 +1,4 @@
-"""Rows of blocks as they lie in a GGUF file, or of a quantized checkpoint's weights.
+"""Rows of blocks, as they lie in a GGUF file or as a quantized checkpoint's weights become them.
 
 Must not know: files, models.
 """
@@ -19,20 +19,20 @@ from ..device import copy_mapped, release_mapped
 class PackedRows(NamedTuple):
     rows: torch.Tensor  # [rows, bytes] uint8
     type: str
-    is_mapped: bool = False  # in a private mapping of a file, whose pages may be released
+    is_mapped: bool = False  # whether they lie in a file's private mapping, to be released
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, columns]"""
+        """The numbers, [rows, columns]."""
         return dequantize(self.rows, self.type, dtype)
 
     def for_memory(self) -> PackedRows:
-        """Returns blocks of the type in MEMORY_TYPES: the same, or packed again."""
+        """Returns blocks of the type in MEMORY_TYPES: the same blocks, or blocks packed again."""
         target = MEMORY_TYPES.get(self.type, self.type)
         return self if target == self.type else PackedRows(repack(self.rows, self.type), target)
 
 
 def copy_weights(tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
-    """tensor = values, as copy_mapped; blocks are dequantized."""
+    """Copies `values` into `tensor`, as copy_mapped does, and dequantizes blocks."""
     if isinstance(values, PackedRows):
         tensor.copy_(values.dequantized(tensor.dtype).view(tensor.shape))
     else:
@@ -45,8 +45,8 @@ def pack_blocks(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> Any:
-    """`pack`, which is ops.pack_gguf_linear, of these rows. Pages of a file are released piece by
-    piece if the implementation packs that way.
+    """Packs these rows by `pack`, which is ops.pack_gguf_linear. If the implementation packs piece
+    by piece, pages of a file are released in the same way.
     """
     rows, types = [part.rows for part in parts], [part.type for part in parts]
     from_parts = getattr(pack, "from_parts", None)

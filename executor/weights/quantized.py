@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight outputs in a word
 _LOW_HALVES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
-ROWS_BYTES = 2**18  # of packed numbers that are laid out at a time: temporary values stay in caches
+ROWS_BYTES = 2**18  # of packed numbers laid out at a time, so that temporary values stay in caches
 
 
 class QuantizedWeights:
@@ -42,7 +42,7 @@ class QuantizedWeights:
         quantization: CheckpointQuantization | None,
         stored: set[str],
     ):
-        """shapes: of the model's weights; stored: names of all tensors in the files"""
+        """`shapes` are those of the model's weights; `stored` names all tensors in the files."""
         self._shapes, self._quantization = shapes, quantization
         self._weights = {
             name: part.weight
@@ -53,7 +53,7 @@ class QuantizedWeights:
         for name, weight in self._weights.items():
             self._missing.setdefault(weight, set()).add(name)
         self._parts: dict[str, dict[str, Tensor]] = {}
-        self._problems: set[str] = set()  # that the log has
+        self._problems: set[str] = set()  # those in the log
         if quantization is not None and self._missing:
             formats = Counter(
                 str(quantization.format_of(weight, shapes[weight])) for weight in self._missing
@@ -105,9 +105,10 @@ class Numbers(NamedTuple):
 def pack_weight(
     found: WeightFormat, shape: list[int], parts: dict[str, Tensor], dtype: torch.dtype
 ) -> tuple[PackedRows | Tensor, str | None]:
-    """The weight, and why it is not packed, if it is not: then it is a tensor of `dtype`.
+    """Returns the weight and, if it is not packed, the reason: it is then a tensor of `dtype`.
 
-    parts: the stored tensors by the last part of their names (ipc/models/quantized_tensors.py).
+    `parts` are the stored tensors by the last part of their names
+    (ipc/models/quantized_tensors.py).
 
     Raises ValueError for indices that lead out of the tensors.
     """
@@ -142,8 +143,8 @@ def _read_awq(found: WeightFormat, shape: list[int], parts: dict[str, Tensor]) -
 
 
 def _by_output(words: Tensor) -> Tensor:
-    """Words of eight outputs of one input, [inputs, outputs / 8] i32, to words of eight inputs of
-    one output, [outputs, inputs / 8].
+    """Turns words of eight outputs of one input, [inputs, outputs / 8] i32, into words of eight
+    inputs of one output, [outputs, inputs / 8].
     """
     words = F.pad(words, (0, 0, 0, -len(words) % 8))
     words = words.unflatten(0, (-1, 8)).clone()
@@ -159,7 +160,7 @@ def _by_output(words: Tensor) -> Tensor:
 def _read_gptq(found: WeightFormat, shape: list[int], parts: dict[str, Tensor]) -> Numbers:
     words = parts["qweight"].T.contiguous()  # [rows, columns / numbers in a word]
     zeros = _spread(parts["qzeros"].contiguous().view(torch.uint8), found.bits)
-    # what exceeds the bits is lost, as in the format's own code
+    # the code drops what exceeds the bits, as the format's own code does
     zeros = (zeros.T.int() + found.zero_offset) & (1 << found.bits) - 1
     group_of, group_rows, group_size = _in_groups(found, shape)
     return Numbers(
@@ -231,8 +232,8 @@ def _group_of(stored: Tensor | None, columns: int, group_size: int) -> Tensor | 
 
 
 def pack_mxfp4(numbers: Tensor, exponents: Tensor) -> PackedRows:
-    """Rows of one expert of gpt-oss: numbers [rows, groups, 16] and exponents [rows, groups] as in
-    unpack_mxfp4 -> the same as blocks of a GGUF file.
+    """Makes blocks of a GGUF file from rows of one expert of gpt-oss. `numbers` [rows, groups, 16]
+    and `exponents` [rows, groups] are as in unpack_mxfp4.
     """
     rows, groups = exponents.shape
     out = torch.empty(rows, groups, 1 + MXFP4_GROUP // 2, dtype=torch.uint8)
@@ -244,10 +245,11 @@ def pack_mxfp4(numbers: Tensor, exponents: Tensor) -> PackedRows:
 
 
 def unpack_mxfp4(numbers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """Experts of gpt-oss: numbers [E, rows, groups, 16] uint8, two of a group's 32 in a byte, the
-    first in the low half; exponents [E, rows, groups] uint8 -> [E, 32 * groups, rows].
+    """Unpacks experts of gpt-oss to [E, 32 * groups, rows]. `numbers` is [E, rows, groups, 16]
+    uint8: a byte has two of a group's 32 numbers, the first in the low half. `exponents` is [E,
+    rows, groups] uint8.
 
-    OCP Microscaling Formats 1.0: FP4 (E2M1) times 2**(exponent - 127).
+    By OCP Microscaling Formats 1.0, a value is its FP4 number (E2M1) times 2**(exponent - 127).
     """
     experts, rows, groups, _ = numbers.shape
     out = torch.empty(experts, groups * MXFP4_GROUP, rows, dtype=dtype)
@@ -264,7 +266,7 @@ def unpack_mxfp4(numbers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _pack_int4(weight: Numbers, size: int) -> Tensor | None:
-    """Blocks of INT4_`size`, [rows, bytes]; None where they are not exact."""
+    """Makes blocks of INT4_`size`, [rows, bytes]; None where they are not exact."""
     bits = weight.scales.contiguous().view(torch.int32)
     zeros = weight.zeros
     if zeros is None or bool((bits & ZERO_BITS).any()) or bool((zeros & ~ZERO_BITS).any()):
@@ -284,10 +286,10 @@ def _pack_int4(weight: Numbers, size: int) -> Tensor | None:
 
 
 def _lay_out_nibbles(numbers: Tensor, to: Tensor) -> None:
-    """numbers [..., 16] uint8, of 32 columns, neighbours in a byte -> to, of the same shape: the
-    first 16 columns in the low halves of bytes, the others in the high ones
+    """Lays out `numbers` [..., 16] uint8, in which a byte has two neighbours of 32 columns, in `to`
+    of the same shape: the first 16 columns get the low halves of bytes, the others the high halves.
     """
-    # words of eight bytes; a copy, because a view of a file may begin anywhere
+    # words have eight bytes; they need a copy, because a view of a file may begin anywhere
     words = numbers.clone(memory_format=torch.contiguous_format).view(torch.int64)
     first, second = words[..., :1], words[..., 1:]
     low, high = _LOW_HALVES, ~_LOW_HALVES
@@ -296,7 +298,7 @@ def _lay_out_nibbles(numbers: Tensor, to: Tensor) -> None:
 
 
 def _pack_int8(weight: Numbers) -> Tensor | None:
-    """Blocks of Q8_0, [rows, bytes]; None where they are not exact."""
+    """Makes blocks of Q8_0, [rows, bytes]; None where they are not exact."""
     is_signed = weight.numbers.dtype == torch.int8
     if weight.zeros is not None and bool((weight.zeros != (0 if is_signed else 128)).any()):
         return None
@@ -315,7 +317,7 @@ def _pack_int8(weight: Numbers) -> Tensor | None:
 
 
 def _unpacked(weight: Numbers, bits: int, dtype: torch.dtype) -> Tensor:
-    """[rows, columns], in pieces of rows"""
+    """Computes the weight [rows, columns] in pieces of rows."""
     rows, columns = len(weight.numbers), weight.numbers.shape[1] * 8 // bits
     out = torch.empty(rows, columns, dtype=dtype)
     step = max(1, PIECE // max(columns, 1))
@@ -330,7 +332,7 @@ def _unpacked(weight: Numbers, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def _by_column(of_groups: Tensor, weight: Numbers, columns: int) -> Tensor:
-    """[rows, groups] -> [rows, columns], or [rows, 1]"""
+    """[rows, groups] -> [rows, columns], or [rows, 1]."""
     if weight.group_of is not None:
         return of_groups[:, weight.group_of]
     if of_groups.shape[1] == 1:
@@ -339,5 +341,5 @@ def _by_column(of_groups: Tensor, weight: Numbers, columns: int) -> Tensor:
 
 
 def _spread(packed: Tensor, bits: int) -> Tensor:
-    """[rows, bytes] -> [rows, numbers] uint8"""
+    """[rows, bytes] -> [rows, numbers] uint8."""
     return packed if bits == 8 else torch.stack([packed & 15, packed >> 4], 2).flatten(1)

@@ -32,7 +32,7 @@ class Weight(torch.Tensor):
     """A tensor of the weight-name table that LayerFactory.fill does not just copy values into:
     `layer` takes them (its method fill), a rank keeps a `part` of them, or an `offset` is added.
 
-    shard: of a merged linear layer, the index of the projection.
+    `shard` is the index of the projection in a merged linear layer.
     """
 
     # results are plain tensors
@@ -53,15 +53,15 @@ class Weight(torch.Tensor):
 
     @property
     def stored_shape(self) -> list[int]:
-        """The shape of what fills it."""
+        """The shape of the values that fill it."""
         return list(self.shape) if self.part is None else self.part.stored_shape(self)
 
 
 def layer_of(tensor: torch.Tensor) -> Any:
-    """The layer that takes the values of a tensor of the weight-name table; None: no layer does."""
+    """The layer that takes the values of a tensor of the weight-name table; None if none does."""
     return tensor.layer if isinstance(tensor, Weight) else None
 
 
 def stored_shape(tensor: torch.Tensor) -> list[int]:
-    """The shape of what fills a tensor of the weight-name table: a rank may keep a part of it."""
+    """The shape of the values for a tensor of the weight-name table. A rank may keep a part."""
     return tensor.stored_shape if isinstance(tensor, Weight) else list(tensor.shape)

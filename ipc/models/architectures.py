@@ -1,5 +1,5 @@
 """The supported decoder architectures: how each reads its config.json, and the names and shapes of
-its checkpoint's tensors. NATIVE has them and the text encoders of encoders.py.
+its checkpoint's tensors. NATIVE holds them and the text encoders of encoders.py.
 
 Must not know: tensors' values, layers, how any of it is computed. executor/models/decoder.py builds
 the models; tests/ipc/models/test_architectures.py compares their tensors with this table.
@@ -17,8 +17,9 @@ from .encoders import ENCODERS, EncoderArchitecture
 from .experts_config import ExpertsFormat
 from .forms import GENERATE, family_and_form
 
-TEXT_PREFIX = "language_model."  # of tensors of a multimodal model's text part
-# Names of a layer's norms: before and after attention, before and after the MLP; None: it has none
+TEXT_PREFIX = "language_model."  # of the tensors in a multimodal model's text part
+# The names of a layer's norms: before and after attention, before and after the MLP. None: the
+# layer lacks this norm.
 LayerNorms = tuple[str | None, str | None, str | None, str | None]
 PRE_NORMS: LayerNorms = ("input_layernorm", None, "post_attention_layernorm", None)
 POST_NORMS: LayerNorms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -32,12 +33,13 @@ SANDWICH_NORMS: LayerNorms = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """`honours`, `default_head_dim` and `activation` are arguments of parse_decoder_config.
+    """An architecture's row. `honours`, `default_head_dim` and `activation` are arguments of
+    parse_decoder_config.
 
     A bias of None follows config.json (attention_bias). `defaults` are transformers', for keys that
     config.json lacks. `constants` are fields of DecoderConfig that no key determines.
     `qk_norm_whole`: q and k are normed before they are split into heads. `is_merged`: the
-    checkpoint has q, k and v in one tensor, and gate and up.
+    checkpoint has q, k and v in one tensor, and gate and up in another.
     """
 
     model_type: str
@@ -53,8 +55,8 @@ class Architecture:
     activation: str = "silu"
     defaults: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
-    scaled_embedding: bool = False  # by the root of hidden_size
-    prefix: str = ""  # of all names of tensors
+    scaled_embedding: bool = False  # whether it is multiplied by the root of hidden_size
+    prefix: str = ""  # of all tensors' names
     experts: ExpertsFormat | None = None
 
     def parse(self, hf_config: dict[str, Any]) -> DecoderConfig:
@@ -72,8 +74,8 @@ class Architecture:
         return replace(config, **constants)
 
     def weight_shapes(self, config: DecoderConfig) -> dict[str, list[int]]:
-        """Shape of every tensor that a checkpoint must hold, by name. Excludes a tied head
-        (tied_weights).
+        """The shape of every tensor that a checkpoint must hold, by name. A tied head is not among
+        them (tied_weights).
         """
         hidden, embedding = config.hidden_size, [config.vocab_size, config.hidden_size]
         shapes = {"model.embed_tokens.weight": embedding}
@@ -92,7 +94,7 @@ class Architecture:
         return {head: table} if config.has_lm_head and config.tie_word_embeddings else {}
 
     def attention_biases(self, config: DecoderConfig) -> tuple[bool, bool]:
-        """Whether q, k and v have biases, and whether the output projection has."""
+        """Whether q, k and v have biases, and whether the output projection has one."""
         own = config.attention_bias
         return (
             own if self.qkv_bias is None else self.qkv_bias,
@@ -299,7 +301,7 @@ ARCHITECTURES = {
     ),
 }
 
-# Multimodal architectures whose text part runs, with the type of that part.
+# The multimodal architectures whose text part runs, with the type of that part.
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "ministral3",
@@ -313,15 +315,15 @@ ARCHITECTURES |= {
     ),
 }
 NATIVE: dict[str, Architecture | EncoderArchitecture] = {**ARCHITECTURES, **ENCODERS}
-# Keys of the whole model's config.json that its text part may lack.
+# These are keys of the whole model's config.json that its text part may lack.
 _OF_THE_WHOLE = frozenset(
     {"dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id"}
 )
 
 
 def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of the text part of a multimodal model (TEXT_PARTS), with the architecture of
-    the whole; that of any other model unchanged.
+    """Returns the config.json of the text part of a multimodal model (TEXT_PARTS), with the
+    architecture of the whole. It returns that of any other model unchanged.
 
     Raises ModelLoadError for a text part of another type than the model's.
     """
@@ -342,7 +344,7 @@ def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_architecture(hf_config: dict[str, Any], supported: Iterable[str] = NATIVE) -> str:
-    """The first supported name in `architectures`, in whatever form (ipc/models/forms.py), or else
+    """Finds the first supported name in `architectures`, in any form (ipc/models/forms.py), or else
     the architecture of `model_type`.
 
     Raises ModelLoadError, which lists what is supported.
@@ -366,11 +368,11 @@ def find_architecture(hf_config: dict[str, Any], supported: Iterable[str] = NATI
 
 
 def _other_forms(name: str) -> tuple[str, ...]:
-    """The names under which the tables may have the family of an architecture: a decoder's, or, of
-    one that does not generate text, an encoder's.
+    """The names under which the tables may have an architecture's family: that of a decoder or, if
+    the architecture does not generate text, that of an encoder.
     """
     family, form = family_and_form(name)
     if form == GENERATE:
         return ()
-    # Gemma3TextModel is of Gemma3ForCausalLM
+    # Gemma3TextModel belongs to Gemma3ForCausalLM
     return f"{family.removesuffix('Text')}ForCausalLM", f"{family}Model"

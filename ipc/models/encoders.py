@@ -2,9 +2,9 @@
 checkpoint's tensors.
 
 Must not know: tensors' values, layers, how any of it is computed. executor/models/encoder.py builds
-the models from these tables. FALLBACK_ENCODERS are those that run in transformers' modelling code,
-without a head of their own; tests/executor/models/fallback/test_encoder.py compares a model of each
-type with transformers.
+the models from these tables. FALLBACK_ENCODERS run in transformers' modelling code, without a head
+of their own; tests/executor/models/fallback/test_encoder.py compares a model of each type with
+transformers.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class EncoderNames:
-    """Names of tensors without `base` and without ".weight"; "": there is none."""
+    """Names of tensors without `base` and without ".weight". "": the model has no such tensor."""
 
-    base: str  # in front of all but the head's
+    base: str  # in front of all names but the head's
     words: str
     positions: str
     types: str
     embedding_norm: str
-    layer: str  # with {} for the layer's index; in front of the following
+    layer: str  # with {} for the layer's index; in front of the names that follow
     qkv: tuple[str, ...]  # q, k and v, or all in one
     out: str
     attention_norm: str
-    up: tuple[str, ...]  # of the MLP: its rows in order; of a gated one first what is activated
+    up: tuple[str, ...]  # of the MLP, in the order of rows; a gated one first has the activated
     down: str
     mlp_norm: str
     final_norm: str = ""
@@ -47,9 +47,9 @@ Parse = Callable[[dict[str, Any]], EncoderConfig]
 
 @dataclass(frozen=True)
 class EncoderArchitecture:
-    """`is_gated`: the MLP is down(activation(first half) * second half). `is_pre_norm`: norms come
-    before the blocks, and the first layer has none before attention (ModernBERT); otherwise after
-    them (BERT).
+    """A text encoder's row. `is_gated`: the MLP is down(activation(first half) * second half).
+    `is_pre_norm`: norms come before the blocks, and the first layer has none before attention
+    (ModernBERT). Otherwise norms come after the blocks (BERT).
     """
 
     model_type: str
@@ -59,7 +59,7 @@ class EncoderArchitecture:
     is_pre_norm: bool = False
 
     def weight_shapes(self, config: EncoderConfig) -> dict[str, list[int]]:
-        """Shape of every tensor that a checkpoint must hold, by name."""
+        """The shape of every tensor that a checkpoint must hold, by name."""
         base = self.names.base
         shapes = {base + name: shape for name, shape in self._base_shapes(config)}
         return shapes | dict(item for layer in config.head for item in layer.shapes())
@@ -106,8 +106,8 @@ def _norm(name: str, config: EncoderConfig) -> Iterator[tuple[str, list[int]]]:
 
 
 def _head(hf_config: dict[str, Any], hidden: int, *before: HeadLayer, last: str) -> Head:
-    """The layers of a classifier: `before`, and the last, which makes the classes. A classifier of
-    tokens has the last alone.
+    """The layers of a classifier: `before`, and then `last`, which makes the classes. A classifier
+    of tokens has only `last`.
     """
     form = form_of(hf_config)
     if form not in (CLASSIFY, CLASSIFY_TOKENS):
@@ -122,9 +122,10 @@ def _head(hf_config: dict[str, Any], hidden: int, *before: HeadLayer, last: str)
 class _WithPositions:
     """How a family with a table of positions reads its config.json.
 
-    dense, last: names of a classifier's layers. renamed: our keys -> the family's. types: the least
-    type_vocab_size; None: tokens have no types. offset: of the first position in the table; None:
-    it is counted behind the padding token's, as RoBERTa's are.
+    `dense` and `last` are names of a classifier's layers. `renamed` maps our keys to the family's.
+    `types` is the least type_vocab_size; None: tokens have no types. `offset` is the row of the
+    first position in the table; None: positions are counted after the padding token's, as in
+    RoBERTa.
     """
 
     base: str
@@ -163,7 +164,7 @@ class _WithPositions:
 
 
 def _positions(keys: Keys, offset: int | None) -> dict[str, Any]:
-    """The longest text and the row of its first token; offset: see _WithPositions."""
+    """The longest text and the row of its first token. For `offset` see _WithPositions."""
     if offset is None:
         offset = keys.size("pad_token_id", 1, least=0) + 1
     rows = keys.size("max_position_embeddings", 512)
@@ -222,7 +223,7 @@ def _parse_modernbert(hf_config: dict[str, Any]) -> EncoderConfig:
 
 
 def _parse_nomic_bert(hf_config: dict[str, Any]) -> EncoderConfig:
-    """Both transformers' keys and those of nomic-ai's own code, which are GPT-2's."""
+    """Reads both transformers' keys and those of nomic-ai's own code, which are GPT-2's."""
     renamed = {
         "hidden_size": "n_embd",
         "intermediate_size": "n_inner",
@@ -261,8 +262,8 @@ def _parse_nomic_bert(hf_config: dict[str, Any]) -> EncoderConfig:
 
 
 def _rope(given: Any, theta: float, context: int) -> dict[str, Any]:
-    """The rotary embedding of some layers. given: of config.json, if any; theta: where it has none;
-    context: the model's longest text.
+    """The rotary embedding of some layers. `given` is what config.json has, if anything, `theta`
+    serves where it has none, and `context` is the model's longest text.
     """
     if given is not None and not isinstance(given, dict):
         raise malformed("rope_parameters", "objects", given)
@@ -270,7 +271,7 @@ def _rope(given: Any, theta: float, context: int) -> dict[str, Any]:
     rope = parse_rope_parameters(
         {"rope_parameters": {"rope_theta": theta, **found}, "max_position_embeddings": context}
     )
-    if rope["rope_type"] not in ROPE_TYPES:  # of the others, angles depend on the text's length
+    if rope["rope_type"] not in ROPE_TYPES:  # the others' angles depend on the text's length
         raise ModelLoadError(
             f"config.json: rope type {rope['rope_type']} is not supported for text encoders; "
             f"supported: {', '.join(ROPE_TYPES)}"
@@ -334,7 +335,7 @@ MODERNBERT_NAMES = EncoderNames(
     mlp_norm="mlp_norm",
     final_norm="final_norm",
 )
-NOMIC_NAMES = EncoderNames(  # nomic-ai's own, in which transformers saves too
+NOMIC_NAMES = EncoderNames(  # nomic-ai's own names, in which transformers saves too
     base="nomic_bert.",
     words="embeddings.word_embeddings",
     positions="",
@@ -403,8 +404,9 @@ ENCODERS = {
 
 @dataclass(frozen=True)
 class FallbackEncoder:
-    """`has_types`: tokens have types, and the second text of a pair the type 1.
-    `counts_behind_padding`: positions are counted behind the padding token's, as RoBERTa's are.
+    """A type of encoder in transformers' code. `has_types`: tokens have types, and those of the
+    second text of a pair have type 1. `counts_behind_padding`: positions are counted after the
+    padding token's, as in RoBERTa.
     """
 
     architecture: str
@@ -431,7 +433,7 @@ class FallbackEncoderConfig(EncoderConfig):
 
 
 def is_fallback_encoder(hf_config: Mapping[str, Any]) -> bool:
-    """Whether it is a base model, or one with a head that is left out, of one of these types."""
+    """Whether the model is of one of these types: a base model, or one whose head is left out."""
     model_type, names = hf_config.get("model_type"), hf_config.get("architectures") or []
     if not isinstance(model_type, str) or model_type not in FALLBACK_ENCODERS:
         return False
@@ -439,9 +441,9 @@ def is_fallback_encoder(hf_config: Mapping[str, Any]) -> bool:
 
 
 def parse_fallback_encoder(hf_config: dict[str, Any]) -> FallbackEncoderConfig:
-    """What plan and runner need; transformers reads the rest.
+    """Reads what plan and runner need; transformers reads the rest.
 
-    Raises ModelLoadError, naming the key, for one that is missing or out of range.
+    Raises ModelLoadError, naming the key, for a key that is missing or out of range.
     """
     known = FALLBACK_ENCODERS[hf_config["model_type"]]
     keys = Keys({k: v for k, v in hf_config.items() if k != "embedding_size"}, {})

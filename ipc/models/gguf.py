@@ -1,9 +1,9 @@
-"""GGUF files, read by their headers alone: metadata, and where each tensor lies.
+"""Reads the headers of GGUF files: metadata, and where each tensor lies.
 
 Must not know: tensors' values, torch, what any metadata means, which architectures there are.
-The format, little-endian: magic, version, number of tensors, number of metadata entries; the
-entries (key, type, value); the tensors (name, dimensions innermost first, type, offset); the data,
-in which each tensor is aligned.
+The format is little-endian. A file has the magic, the version, the number of tensors and the number
+of metadata entries; the entries (key, type, value); the tensors (name, dimensions innermost first,
+type, offset); and the data, in which each tensor is aligned.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ ALIGNMENT_KEY, DEFAULT_ALIGNMENT = "general.alignment", 32
 SPLIT_COUNT_KEY, SPLIT_TENSORS_KEY = "split.count", "split.tensors.count"
 SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MAX_DIMENSIONS = 4
-# all arrays of a file together: the largest tokenizers have about a million tokens and merges
+# for all arrays of a file together; the largest tokenizers have about a million tokens and merges
 MAX_ARRAY_ELEMENTS = 2**22
-ELEMENTS_READ_AT_ONCE = 1024  # a longer array is read when it is asked for
+ELEMENTS_READ_AT_ONCE = 1024  # a longer array is read when someone asks for it
 MAX_ENTRIES, MAX_TENSORS = 2**16, 2**18
 MAX_KEY_BYTES = 65_535
 SMALLEST_ENTRY_BYTES, SMALLEST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 
-# GGML's number of a type -> its name, elements of a block, bytes of a block. Without the types that
-# are only computed with and never stored (Q8_1, Q8_K) and without those that were withdrawn.
+# Maps GGML's number of a type to its name, the elements of a block and the bytes of a block. It
+# lacks the types that are never stored (Q8_1, Q8_K) and those that were withdrawn.
 _TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -72,7 +72,7 @@ _TYPES = {
 }
 BLOCK_SIZES = {name: (elements, size) for name, elements, size in _TYPES.values()}
 
-# number of a metadata type -> struct's letter
+# maps the number of a metadata type to struct's letter
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LENGTH = Struct("<Q")
@@ -88,8 +88,9 @@ class GGUFTensor(NamedTuple):
 
 
 class Metadata(Mapping[str, Any]):
-    """int, float, bool, str, or a list of these. A long list, as those of a vocabulary, is read
-    from the file each time it is asked for, so that what needs only the rest costs no memory.
+    """Maps keys to an int, float, bool, str, or a list of these. A long list, such as one of a
+    vocabulary, is read from the file at each access, so that code that needs only the rest costs no
+    memory.
     """
 
     def __init__(self, values: dict[str, Any]):
@@ -100,7 +101,7 @@ class Metadata(Mapping[str, Any]):
         return value.read() if isinstance(value, _LongArray) else value
 
     def strings_at(self, key: str, indices: list[int]) -> dict[int, str]:
-        """The strings of a list at these ascending indices; without those that are not there."""
+        """The strings of a list at these ascending indices, without those that are not there."""
         value = self._values.get(key)
         if isinstance(value, _LongArray):
             return value.strings_at(indices)
@@ -125,11 +126,11 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """The header of a GGUF file, and of its other parts if it is one of several; metadata is the
-    first part's.
+    """Reads the header of a GGUF file and, if it is one of several parts, the headers of the
+    others. Metadata is the first part's.
 
     Raises ModelLoadError, naming file and field, for whatever does not agree with the file's size.
-    Nothing is allocated for a number before it is checked.
+    It checks a number before it allocates anything for it.
     """
     metadata, tensors = _read_part(path)
     count = metadata.get(SPLIT_COUNT_KEY, 1)
@@ -154,8 +155,8 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def part_names(name: str) -> list[str]:
-    """The file names of all parts, given the name of one; only `name` if it is not that of a
-    part.
+    """The file names of all parts, given the name of one. The result is only `name` if that is not
+    a part's name.
     """
     match = SPLIT_NAME.fullmatch(name)
     if not match or not 1 <= int(match["number"]) <= int(match["count"]):
@@ -185,7 +186,7 @@ def _read_part(path: Path) -> tuple[Metadata, dict[str, GGUFTensor]]:
         raise _unsound(path, str(error)) from error
 
 
-# a start reads a header for the configuration, the tokenizer, the plan and the weights
+# at a start, the configuration, the tokenizer, the plan and the weights each need the header
 @lru_cache(maxsize=64)
 def _read_part_once(
     path: Path, inode: int, size: int, mtime_ns: int
@@ -211,7 +212,7 @@ class _LongArray(NamedTuple):
         return self._in_file(lambda header: header.strings_at(wanted, self.field))
 
     def _in_file(self, function: Callable[[_Header], Any]) -> Any:
-        """The result of function, called with the header at the first byte."""
+        """Returns the result of `function`, called with the header at the first byte."""
         try:
             with (
                 self.path.open("rb") as file,
@@ -265,7 +266,7 @@ class _Header:
     def placed(
         self, infos: list[tuple[str, tuple[int, ...], str, int]], start: int, alignment: int
     ) -> dict[str, GGUFTensor]:
-        """The tensors, once they are known to be in the file and not to overlap."""
+        """Returns the tensors, after checks that they are in the file and do not overlap."""
         tensors: dict[str, GGUFTensor] = {}
         for name, shape, type_name, offset in infos:
             elements, block_bytes = BLOCK_SIZES[type_name]
@@ -345,7 +346,7 @@ class _Header:
         return self.strings(length, field)
 
     def skip_strings(self, length: int, field: str) -> None:
-        # a loop without calls of methods: there may be a million
+        # the loop calls no methods, because there may be a million strings
         data, at, end, unpack = self.data, self.at, self.size - 8, _LENGTH.unpack_from
         for _ in range(length):
             if at > end:
@@ -354,7 +355,7 @@ class _Header:
         self.skip(at - self.at, field)
 
     def strings(self, length: int, field: str) -> list[str]:
-        # also a loop without calls of methods
+        # this loop calls no methods either
         data, at, end, values, unpack = self.data, self.at, self.size, [], _LENGTH.unpack_from
         try:
             for _ in range(length):
@@ -368,7 +369,7 @@ class _Header:
         return values
 
     def strings_at(self, indices: list[int], field: str) -> dict[int, str]:
-        """Reads some strings of an array that begins here. indices: ascending."""
+        """Reads the strings at these ascending indices of an array that begins here."""
         found, passed = {}, 0
         for index in indices:
             self.skip_strings(index - passed, field)

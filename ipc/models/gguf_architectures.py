@@ -1,5 +1,5 @@
 """What general.architecture of a GGUF file stands for: the model type, the names of its tensors and
-of its metadata, and what the conversion to GGUF does to weights.
+of its metadata, and what the conversion to GGUF does to its weights.
 
 Must not know: files, tensors' values, torch. tests/executor/models/fallback/test_gguf.py compares
 the names with those of the gguf package.
@@ -13,8 +13,8 @@ from typing import Any
 
 from .encoders import ENCODERS
 
-# Parts of tensors' names: a file's -> those of most models. A name is blk.LAYER.PART.weight in a
-# file and model.layers.LAYER.PART.weight in a model.
+# Maps the parts of tensors' names in a file to those of most models. A name is
+# blk.LAYER.PART.weight in a file and model.layers.LAYER.PART.weight in a model.
 _WHOLE_MODEL = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -59,18 +59,19 @@ _LOCAL_EXPERTS = _EXPERTS | {"expert_count": "num_local_experts"}
 
 @dataclass(frozen=True)
 class GGUFArchitecture:
-    """names: where they differ from most models' (None: there is no such tensor). keys: of the
-    metadata, without the architecture's name -> key of config.json. constants: of config.json,
-    known without a key; the file's keys take precedence. presence: key of config.json -> the
-    tensor of the first layer that makes it true. sizes: key of config.json -> the tensor of the
-    first layer that has as many rows for each expert.
+    """An architecture of GGUF files. `names` has the names that differ from most models' (None:
+    there is no such tensor). `keys` maps keys of the metadata, without the architecture's name, to
+    keys of config.json. `constants` are values of config.json that are known without a key; the
+    file's keys take precedence. `presence` maps a key of config.json to the tensor of the first
+    layer that makes it true. `sizes` maps a key of config.json to the tensor of the first layer
+    that has as many rows for each expert.
 
-    whole, parts, layer: names of tensors beside the layers, within one, and what a layer's begin
-    with. is_encoder: of a text encoder, whose metadata gguf_config.py reads apart.
+    `whole` names the tensors beside the layers, and `parts` those within a layer, whose names begin
+    with `layer`. `is_encoder`: gguf_config.py reads a text encoder's metadata apart.
 
-    windows: of so many layers in a row the last has no window, if the file says nothing else; 0:
-    the file says it. is_permuted: the conversion interleaves the rows of q and k
-    (executor/weights/gguf.py). norm_offset: what it adds to the weights of norms.
+    Of each `windows` layers in a row the last has no window, unless the file says otherwise; 0: the
+    file says it. `is_permuted`: the conversion interleaves the rows of q and k
+    (executor/weights/gguf.py). The conversion adds `norm_offset` to the weights of norms.
     """
 
     architecture: str
@@ -89,8 +90,8 @@ class GGUFArchitecture:
     is_encoder: bool = False
 
     def model_name(self, name: str) -> str | None:
-        """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; None for an unknown
-        name.
+        """Maps blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight, and an unknown name
+        to None.
         """
         stem, _, kind = name.rpartition(".")
         if kind not in ("weight", "bias"):
@@ -134,7 +135,7 @@ def _encoder(architecture: str, **own: Any) -> GGUFArchitecture:
     )
 
 
-# "llama" stands for Mistral too, which is the same without a sliding window.
+# "llama" also stands for Mistral, which is the same without a sliding window.
 GGUF_ARCHITECTURES = {
     "llama": GGUFArchitecture("LlamaForCausalLM", "llama", presence=_BIASES, is_permuted=True),
     "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2"),
@@ -157,7 +158,7 @@ GGUF_ARCHITECTURES = {
         presence=_BIASES,
         is_permuted=True,
     ),
-    "mistral3": GGUFArchitecture(  # Ministral 3 with YaRN, Mistral Small 3.1 without
+    "mistral3": GGUFArchitecture(  # Ministral 3 has YaRN, Mistral Small 3.1 has none
         "Ministral3ForCausalLM",
         "ministral3",
         keys={
@@ -311,7 +312,8 @@ GGUF_ARCHITECTURES = {
     "ernie4_5": GGUFArchitecture(
         "Ernie4_5ForCausalLM", "ernie4_5", presence={"use_bias": "attn_q.bias"}
     ),
-    # Text encoders. RoBERTa's positions begin at the first row of the file's table, so it is BERT.
+    # These are text encoders. RoBERTa's positions begin at the first row of the file's table, so
+    # RoBERTa counts as BERT.
     "bert": _encoder("BertModel", constants={"hidden_act": "gelu"}),
     "nomic-bert": _encoder(
         "NomicBertModel",
@@ -319,7 +321,7 @@ GGUF_ARCHITECTURES = {
         constants={"hidden_act": "silu"},
     ),
 }
-# Models that llama.cpp writes under the name of another, from which their metadata sets them apart.
+# llama.cpp writes these models under the name of another. Their metadata tells them apart from it.
 OLMO3 = GGUFArchitecture("Olmo3ForCausalLM", "olmo3")  # olmo2 with windows
 MIXTRAL = GGUFArchitecture(  # llama with experts
     "MixtralForCausalLM", "mixtral", keys=_LOCAL_EXPERTS

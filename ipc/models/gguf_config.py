@@ -32,9 +32,9 @@ from .pooling import STORED_POOLING
 from .rope_config import DEFAULT_THETA, FULL, SLIDING
 
 _GEMMA3_LOCAL_BASE = 10_000.0  # of the rotary embedding in layers with a window
-# Number of layers of the models whose attention is scaled by other than the size of a head.
+# The number of layers of the models whose attention is not scaled by the size of a head.
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-# Key without the architecture's name -> key of config.json.
+# Maps a key without the architecture's name to a key of config.json.
 _KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -57,7 +57,7 @@ _ENCODER_KEYS = {
         *("attention.head_count", "pooling_type"),
     )
 } | {"attention.layer_norm_epsilon": "layer_norm_eps"}
-# Table of a text encoder -> the key of config.json with the number of its rows.
+# Maps a table of a text encoder to the key of config.json that has the number of its rows.
 _ENCODER_TABLES = {
     "token_embd": "vocab_size",
     "position_embd": "max_position_embeddings",
@@ -75,7 +75,7 @@ _READ = (
 )
 _ZERO_IS_NONE = ("attention.sliding_window", "expert_count", "expert_used_count")
 _ORIGINAL = "original_max_position_embeddings"
-# rope.scaling.* -> key of rope_scaling
+# maps rope.scaling.* to a key of rope_scaling
 _SCALING_KEYS = {
     "factor": "factor",
     "original_context_length": _ORIGINAL,
@@ -83,8 +83,8 @@ _SCALING_KEYS = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-# Tokens that end an answer in some model, whatever eos_token_id says: a file has room for one id,
-# generation_config.json lists several.
+# These tokens end an answer in some model, whatever eos_token_id says: a file has room for one id,
+# while generation_config.json lists several.
 ENDING_TOKENS = frozenset(
     {
         "<|endoftext|>",
@@ -97,9 +97,9 @@ ENDING_TOKENS = frozenset(
         "<|return|>",
     }
 )
-# In gpt-oss' format <|end|> ends one of several messages of an answer, and a call ends the answer.
+# In gpt-oss' format <|end|> ends one of the messages of an answer, and a call ends the answer.
 MESSAGE_END, CALL_END = "<|end|>", "<|call|>"
-CONTROL_TOKEN = 3  # of tokenizer.ggml.token_type
+CONTROL_TOKEN = 3  # a value of tokenizer.ggml.token_type
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SAMPLING_KEYS = {
     "temp": "temperature",
@@ -111,8 +111,8 @@ _SAMPLING_KEYS = {
 
 
 def gguf_config(file: GGUFFile) -> dict[str, Any]:
-    """What the model's config.json would hold. Keys of the architecture that are unknown here are
-    kept under their own names, so that they are reported as unread.
+    """Returns what the model's config.json would hold. Keys of the architecture that are unknown
+    here keep their own names, so that they are reported as unread.
 
     Raises ModelLoadError, naming file and key, for an unknown architecture and for a key that
     cannot be expressed.
@@ -148,7 +148,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
 def _of_keys(
     path: Path, architecture: str, known: GGUFArchitecture, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the metadata says under names of its own. own: the keys of the architecture."""
+    """What the metadata says under names of its own. `own` holds the keys of the architecture."""
     keys, config = {**_KEYS, **known.keys}, {}
     for key, value in own.items():
         is_none = key in _ZERO_IS_NONE and not value
@@ -170,7 +170,7 @@ def _of_tensors(tensors: Mapping[str, GGUFTensor], known: GGUFArchitecture) -> d
     """What only the tensors say: sizes, and whether there are biases and an output head."""
     config: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in tensors}
     if (embedding := tensors.get("token_embd.weight")) is not None:
-        config["vocab_size"] = embedding.shape[0]  # the key of that name may leave out padding
+        config["vocab_size"] = embedding.shape[0]  # the file's own key may leave out padding
     for key, name in known.sizes.items():
         if (tensor := tensors.get(f"blk.0.{name}")) is not None and len(tensor.shape) > 1:
             config[key] = tensor.shape[-2]
@@ -199,8 +199,8 @@ def _encoder_config(file: GGUFFile, known: GGUFArchitecture, own: dict[str, Any]
 
 
 def gguf_generation_config(file: GGUFFile) -> dict[str, Any]:
-    """What the model's generation_config.json would hold: every token that ends an answer, and the
-    recommended sampling.
+    """Returns what the model's generation_config.json would hold: every token that ends an answer,
+    and the recommended sampling.
     """
     metadata = file.metadata
     ends = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS]
@@ -223,7 +223,7 @@ def gguf_generation_config(file: GGUFFile) -> dict[str, Any]:
 def _add_of_architecture(
     name: str, known: GGUFArchitecture, own: dict[str, Any], config: dict[str, Any]
 ) -> None:
-    """What llama.cpp knows of an architecture without a key for it, and windows by layer."""
+    """Adds what llama.cpp knows of an architecture without a key for it, and windows by layer."""
     num_layers = config.get("num_hidden_layers")
     if name in _LAYERS_OF_27B:
         scaled_by = config.get("head_dim")
@@ -237,9 +237,9 @@ def _add_of_architecture(
         config["rope_local_base_freq"] = own.get("rope.freq_base_swa", _GEMMA3_LOCAL_BASE)
     elif known is OLMO3:
         config["rope_local_base_freq"] = own.get("rope.freq_base_swa", config.get("rope_theta"))
-    config.setdefault("rope_theta", DEFAULT_THETA)  # llama.cpp's, whatever the model's
+    config.setdefault("rope_theta", DEFAULT_THETA)  # llama.cpp uses this one for every model
     if known.architecture not in ARCHITECTURES:
-        config["pad_token_id"] = None  # transformers' may be out of the vocabulary
+        config["pad_token_id"] = None  # transformers' default may be out of the vocabulary
     pattern = own.get("attention.sliding_window_pattern")
     if known.windows and isinstance(num_layers, int) and num_layers <= MOST["num_hidden_layers"]:
         has_windows = config.get("sliding_window") is not None
@@ -254,8 +254,8 @@ def _add_of_architecture(
 def _check_heads(
     path: Any, known: GGUFArchitecture, own: dict[str, Any], config: dict[str, Any]
 ) -> None:
-    """Values have as many features as keys, and all of a head's features rotate where the model
-    can rotate no part of them, or the model is refused.
+    """Refuses a model unless values have as many features as keys. Where it cannot rotate a part of
+    a head, it is also refused unless all of a head's features rotate.
     """
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if "head_dim" not in config:
@@ -314,7 +314,7 @@ def _rope_scaling(
         length = {} if original is None else {_ORIGINAL: original}
         return {"rope_type": "longrope"} | long | length
     parameters = {key.removeprefix(prefix): own[key] for key in own if key.startswith(prefix)}
-    if "rope.scale_linear" in own:  # of old files
+    if "rope.scale_linear" in own:  # old files have it
         parameters = {"type": "linear", "factor": own["rope.scale_linear"]} | parameters
     parameters.pop("finetuned", None)
     rope_type = parameters.pop("type", "none")
@@ -334,7 +334,7 @@ def _rope_scaling(
 
 
 def _decimal(value: Any) -> Any:
-    """A float as config.json writes it: the shortest decimal with the same 32 bits."""
+    """Returns a float as config.json writes it: the shortest decimal with the same 32 bits."""
     if not isinstance(value, float):
         return value
     for digits in range(1, 10):
@@ -342,6 +342,6 @@ def _decimal(value: Any) -> Any:
         try:
             if unpack("<f", pack("<f", short))[0] == value:
                 return short
-        except OverflowError:  # rounded up beyond 32 bits, or a number of 64 bits
+        except OverflowError:  # it is rounded up beyond 32 bits, or has 64 bits
             continue
     return value

@@ -1,4 +1,4 @@
-"""How the tokenizers that GGUF files name cut a text before byte-level merges: one table.
+"""A table of how the tokenizers that GGUF files name cut a text before byte-level merges.
 
 Must not know: files, vocabularies, the tokenizers library, which reads the steps.
 
@@ -26,7 +26,7 @@ _ASCII_MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 
 
 def _class(ranges: str) -> str:
-    """ "41-5A B5" -> a class of these code points"""
+    """Turns "41-5A B5" into a class of these code points."""
     points = re.sub(r"[0-9A-F]+", lambda point: rf"\x{{{point[0]}}}", ranges)
     return f"[{points.replace(' ', '')}]"
 
@@ -50,12 +50,12 @@ _CASED_LETTERS = _class(
 
 
 def _cl100k(digits: str, marks: str = _MARKS, lines: str = _LINES, word: str = _WORD) -> str:
-    """GPT-4's kind: contractions, words with the character before them, digits, marks, spaces."""
+    """GPT-4's kind finds contractions, words with the character before, digits, marks, spaces."""
     return f"{_CONTRACTIONS}|{word}|{digits}|{marks}|{lines}"
 
 
 def _o200k(digits: str, end: str, upper: str = _UPPER, lower: str = _LOWER) -> str:
-    """GPT-4o's kind: words are also cut where an upper-case letter follows a lower-case one."""
+    """GPT-4o's kind also cuts words where an upper-case letter follows a lower-case one."""
     word = r"[^\r\n\p{L}\p{N}]?"
     marks = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
     return f"{word}{upper}*{lower}+{end}|{word}{upper}+{lower}*{end}|{digits}|{marks}|{_LINES}"
@@ -70,14 +70,14 @@ def _digits(individual: bool) -> Step:
 
 
 def byte_level(use_regex: bool) -> Step:
-    """Writes the bytes as characters; use_regex: cuts as GPT-2 does, first."""
+    """Writes the bytes as characters. With `use_regex` it first cuts as GPT-2 does."""
     step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     return step | {"use_regex": use_regex}
 
 
 class PreTokenizer(msgspec.Struct, frozen=True):
-    """nfc: the text is composed first. ignore_merges: a piece that is a token is not merged.
-    add_bos: unless the file says otherwise.
+    """How a text is cut. `nfc`: the text is composed first. `ignore_merges`: a piece that is a
+    token is not merged. `add_bos` holds unless the file says otherwise.
     """
 
     steps: tuple[Step, ...]
@@ -112,9 +112,9 @@ _AS_BAILING = _by(
 _HALVED_SPACES = "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4))
 _NOT_HAN = r"&&[^\p{Han}]"
 
-# tokenizer.ggml.pre
+# by tokenizer.ggml.pre
 PRE_TOKENIZERS = {
-    # of files from before the names: what llama.cpp does with them
+    # llama.cpp does this with files that are older than the names
     "default": _by(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     **dict.fromkeys(
         ("gpt-2", "phi-2", "gigachat", "jais", "trillion", "granite-docling", "exaone4"), _AS_GPT2

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as the contents of tokenizer.json and tokenizer_config.json.
+"""Turns the tokenizer of a GGUF file into the contents of tokenizer.json and tokenizer_config.json.
 
 Must not know: the tokenizers library, which reads them; templates; requests.
 """
@@ -19,7 +19,7 @@ from .gguf_pre_tokenizers import PRE_TOKENIZERS, byte_level
 from .merge_cache import Merges, merges_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
-# tokenizer.ggml.model -> what it is
+# maps tokenizer.ggml.model to the kind of tokenizer
 KINDS = {
     "gpt2": "byte-level BPE",
     "llama": "SentencePiece BPE",
@@ -34,13 +34,13 @@ OTHER_KINDS = {
 REMEDY = "a tokenizer.json beside the file, or tokenizer=, replaces it"
 BERT_TOKENS = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
 PHI3_KEEPS_SPACES_BEHIND = ("<s>", "<|endoftext|>")
-MAX_PIECE_CHARACTERS = 256  # of SentencePiece: each is cut at every place
+MAX_PIECE_CHARACTERS = 256  # for SentencePiece, whose pieces are each cut at every place
 
 _NFC = {"type": "NFC"}
 
 
 def tokenizer_json(path: Path) -> bytes:
-    """The tokenizer.json beside a GGUF file, or the one that its metadata amounts to.
+    """Returns the tokenizer.json beside a GGUF file, or the one that its metadata amounts to.
 
     Raises OSError, and ModelLoadError naming file and key.
     """
@@ -48,11 +48,11 @@ def tokenizer_json(path: Path) -> bytes:
     if beside.exists():
         return beside.read_bytes()
     contents = gguf_tokenizer(Vocabulary(read_gguf(path)))
-    return msgspec.json.encode(contents, enc_hook=list)  # of merges
+    return msgspec.json.encode(contents, enc_hook=list)  # the hook is for merges
 
 
 def gguf_tokenizer(vocabulary: Vocabulary) -> dict[str, Any]:
-    """The contents of tokenizer.json.
+    """Returns the contents of tokenizer.json.
 
     Raises ModelLoadError, naming file and key, for what is missing, unsound or unknown.
     """
@@ -68,7 +68,7 @@ def gguf_tokenizer(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def gguf_tokenizer_config(vocabulary: Vocabulary) -> dict[str, Any]:
-    """The contents of tokenizer_config.json: special tokens by role, and chat templates."""
+    """Returns the contents of tokenizer_config.json: special tokens by role, and chat templates."""
     prefix = "tokenizer.chat_template"
     roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     config: dict[str, Any] = {}
@@ -100,7 +100,7 @@ class Vocabulary:
         num_tokens = len(self.tokens)
         self.types = self.listed("token_type", int, num_tokens or None) or [NORMAL] * num_tokens
         if self.kind == "llama":
-            # the conversion writes its users' tokens with spaces
+            # the conversion writes user-defined tokens with spaces
             self.tokens = [
                 text.replace(" ", "▁") if kind == USER_DEFINED else text
                 for text, kind in zip(self.tokens, self.types)
@@ -111,8 +111,8 @@ class Vocabulary:
             ]
 
     def check(self) -> None:
-        """Raises ModelLoadError for what no tokenizer can be built of; a tokenizer.json beside the
-        file needs none.
+        """Raises ModelLoadError if no tokenizer can be built from the metadata. With a
+        tokenizer.json beside the file, nobody needs this check.
         """
         if self.kind not in KINDS:
             what = f" ({OTHER_KINDS[self.kind]})" if self.kind in OTHER_KINDS else ""
@@ -146,14 +146,14 @@ class Vocabulary:
         return token_id
 
     def added_tokens(self) -> list[dict[str, Any]]:
-        """Tokens that are found in a text before anything else is done with it."""
-        # which tokens take the spaces behind them is not in a file
+        """The tokens that are looked for in a text before anything else happens to it."""
+        # a file does not say which tokens take the spaces after them
         is_phi3 = self.kind == "llama" and self.metadata.get("general.architecture") == "phi3"
         return [
             {
                 "id": token_id,
                 "content": text,
-                # SentencePiece looks for its users' tokens once spaces are replaced
+                # SentencePiece looks for user-defined tokens once spaces are replaced
                 "normalized": self.kind == "llama" and kind == USER_DEFINED and "▁" in text,
                 "special": kind != USER_DEFINED,
                 "single_word": False,
@@ -167,12 +167,12 @@ class Vocabulary:
 
     @property
     def added_types(self) -> tuple[int, ...]:
-        """The types of these tokens."""
+        """The types of `added_tokens`."""
         is_sentence_piece = self.kind in ("llama", "t5")
         return (CONTROL, USER_DEFINED, UNKNOWN) if is_sentence_piece else (CONTROL, USER_DEFINED)
 
     def special_id(self, *keys: str, text: str) -> int:
-        """The id that the first of the keys gives which is there, or that of the token `text`."""
+        """The id that the first existing key gives, or else the id of the token `text`."""
         for key in keys:
             if (token_id := self.token_id(key)) is not None:
                 return token_id
@@ -181,7 +181,7 @@ class Vocabulary:
         return self.tokens.index(text)
 
     def post_processor(self, add_bos: bool) -> dict[str, Any] | None:
-        """Adds the tokens before and after a text that add_bos_token and add_eos_token ask for."""
+        """What adds the tokens around a text that add_bos_token and add_eos_token ask for."""
         bos = self.token_id("bos_token_id") if self.get("add_bos_token", bool, add_bos) else None
         eos = self.token_id("eos_token_id") if self.get("add_eos_token", bool, False) else None
         if bos is None and eos is None:
@@ -274,8 +274,8 @@ def _sentence_piece(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _of_word_piece(text: str, kind: int) -> str:
-    """The token of a WordPiece vocabulary: the conversion marks the beginnings of words, as
-    SentencePiece does, in place of what follows; special tokens it leaves as they are.
+    """The token as a WordPiece vocabulary has it. The conversion marks the beginnings of words, as
+    SentencePiece does, while WordPiece marks what follows. It leaves special tokens as they are.
     """
     if text.startswith("▁") and len(text) > 1:
         return text[1:]
@@ -284,8 +284,9 @@ def _of_word_piece(text: str, kind: int) -> str:
 
 
 def _word_piece(vocabulary: Vocabulary) -> dict[str, Any]:
-    """BERT's. A file does not say whether texts become lower case and lose their accents; the
-    vocabulary does: a cased one has capital letters, one with accents has letters with them.
+    """Returns BERT's tokenizer. A file does not say whether texts become lower case and lose their
+    accents, but the vocabulary does: a cased one has capital letters, and one that keeps accents
+    has letters with accents.
     """
     cls = vocabulary.special_id("cls_token_id", "bos_token_id", text="[CLS]")
     sep = vocabulary.special_id("seperator_token_id", "eos_token_id", text="[SEP]")
@@ -328,7 +329,7 @@ def _has_accent(text: str) -> bool:
 
 
 def _unigram(vocabulary: Vocabulary) -> dict[str, Any]:
-    """SentencePiece's unigram model, as XLM-RoBERTa has it. Several spaces count as one."""
+    """Returns SentencePiece's unigram model, as XLM-RoBERTa has it. Several spaces count as one."""
     scores = vocabulary.listed("scores", float, len(vocabulary.tokens))
     if not scores:
         raise vocabulary.unsound("scores", "is missing")
@@ -371,8 +372,8 @@ def _unigram(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> Merges:
-    """SentencePiece merges the two neighbours whose joined piece has the highest score: every way
-    to cut a piece in two is a merge with that piece's score.
+    """Returns the merges. SentencePiece merges the two neighbours whose joined piece has the
+    highest score, so every way to cut a piece in two is a merge with that piece's score.
     """
     scores_of = {
         text: -score
@@ -382,7 +383,7 @@ def _merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> Merges:
     longest = max(map(len, scores_of), default=0)
     if longest > MAX_PIECE_CHARACTERS:
         raise vocabulary.unsound("tokens", f"has a piece of {longest} characters")
-    # stable: pieces of the same score in the order of their ids
+    # the sort is stable, so pieces of the same score stay in the order of their ids
     return merges_of(sorted(scores_of, key=scores_of.__getitem__))
 
 

@@ -22,17 +22,17 @@ from .stacked_experts import stacked_pieces
 ARCHITECTURE_KEY = "general.architecture"
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 
-# The types that kernels/reference/gguf_blocks.py dequantizes.
+# kernels/reference/gguf_blocks.py dequantizes these types.
 READABLE_TYPES = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K"),
     *("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", "IQ2_XXS", "IQ2_XS"),
     *("IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "NVFP4"),
 )
 VECTOR_TYPES = READABLE_TYPES[:3]  # of norms and biases
-# Type of blocks in a file -> their type in memory, which native kernels multiply. Types without
-# kernels are packed again at load (kernels/reference/gguf_repack.py). Numbers of 16 and 32 bits
-# become numbers of the model's dtype. tests/ipc/models/test_gguf_weights.py compares this table
-# with the kernels.
+# Native kernels multiply these types. Blocks of a type without kernels are packed again at load, to
+# the type in memory that MEMORY_TYPES gives (kernels/reference/gguf_repack.py). Numbers of 16 and
+# 32 bits become numbers of the model's dtype. tests/ipc/models/test_gguf_weights.py compares the
+# tables with the kernels.
 _WITH_KERNELS = (
     *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4"),
     *("Q4_K", "Q5_K", "Q6_K"),
@@ -53,10 +53,10 @@ MEMORY_TYPES = {type: type for type in _WITH_KERNELS} | {
     "NVFP4": "Q8_0",
 }
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# weights that are one layer, whose blocks are kept if all of them can be
+# these weights form one layer, whose blocks are kept if all of them can be
 _MERGED = re.compile(r"\b(?:(?:[qkv]|gate|up)_proj|w[13])\.weight$")
 ROPE_FACTORS = "rope_freqs.weight"
-LONG_ROPE_FACTORS = {  # of Phi-3: name -> rope parameter
+LONG_ROPE_FACTORS = {  # Phi-3's tensors, with the rope parameter that each is
     "rope_factors_long.weight": "long_factor",
     "rope_factors_short.weight": "short_factor",
 }
@@ -65,10 +65,8 @@ HEAD = "lm_head.weight"
 
 
 def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str, GGUFTensor]:
-    """Model's name -> tensor of the file, in the order of the file's bytes, once all agree with
-    the model.
-
-    shapes: every tensor that must be there.
+    """Returns the file's tensors by the model's names, in the order of the file's bytes, after a
+    check that all agree with the model. `shapes` has every tensor that must be there.
 
     Raises ModelLoadError, naming file and tensor, for an architecture whose names are unknown, a
     tensor that is missing or unexpected, a wrong shape, and a type that cannot be read.
@@ -78,13 +76,13 @@ def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str
     found: dict[str, GGUFTensor] = {}
     for tensor in sorted(file.tensors.values(), key=lambda t: (t.path, t.offset)):
         if tensor.name == ROPE_FACTORS or tensor.name in LONG_ROPE_FACTORS:
-            continue  # part of the configuration: read_rope_factors
+            continue  # read_rope_factors reads it for the configuration
         name = architecture.model_name(tensor.name)
         names = [] if name is None else experts.get(name, [name])
         if name is not None and name not in shapes and ".qkv_proj." in name:
             names = [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"]
         if name == HEAD and HEAD not in shapes:
-            continue  # of a model that pools; one that generates without it has tied weights
+            continue  # the model pools, or it generates with tied weights
         if not names or not all(one in shapes for one in names):
             raise ModelLoadError(
                 f"{tensor.path}: the model has no place for tensor {tensor.name:.100}"
@@ -99,8 +97,8 @@ def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str
 
 
 def _stacked_experts(shapes: Mapping[str, list[int]]) -> dict[str, list[str]]:
-    """Name of a projection of all experts -> the model's names of the experts', in order; also
-    other names that differ in models with a tensor per expert.
+    """Maps the name of a projection of all experts to the model's names of each expert's, in order.
+    It also maps other names that differ in models with a tensor per expert.
     """
     experts: dict[str, list[str]] = {}
     for weight, piece in stacked_pieces(shapes).items():
@@ -113,7 +111,7 @@ def _stacked_experts(shapes: Mapping[str, list[int]]) -> dict[str, list[str]]:
 
 
 def _parts(tensor: GGUFTensor, shapes: list[list[int]]) -> list[GGUFTensor]:
-    """The tensor, or what it consists of: weights of these shapes, one behind the other."""
+    """The tensor, or the weights of these shapes that it consists of, one after the other."""
     if len(shapes) == 1:
         # a matrix of one row is stored as a vector
         is_row = shapes[0] == [1, *tensor.shape]
@@ -151,7 +149,7 @@ def _check_tensor(tensor: GGUFTensor, name: str, shapes: Mapping[str, list[int]]
 
 
 def architecture_of(file: GGUFFile) -> GGUFArchitecture:
-    """Raises ModelLoadError, naming the file, for one that is not supported."""
+    """The file's architecture. Raises ModelLoadError, naming the file, for an unsupported one."""
     name = file.metadata.get(ARCHITECTURE_KEY)
     if isinstance(name, str) and name in GGUF_ARCHITECTURES:
         return GGUF_ARCHITECTURES[name]
@@ -162,8 +160,8 @@ def architecture_of(file: GGUFFile) -> GGUFArchitecture:
 
 
 def tensors_by_name(file: GGUFFile) -> dict[str, GGUFTensor]:
-    """The tensors of a file by the names of a model in transformers' code, which alone knows
-    whether they are those that it needs.
+    """The tensors of a file by the names of a model in transformers' code. Only that code knows
+    whether they are the ones that it needs.
     """
     architecture = architecture_of(file)
     named = {architecture.model_name(name): tensor for name, tensor in file.tensors.items()}
@@ -171,7 +169,7 @@ def tensors_by_name(file: GGUFFile) -> dict[str, GGUFTensor]:
 
 
 def bytes_in_memory(tensor: GGUFTensor, dtype: str, keeps_blocks: bool) -> int:
-    """Bytes that a tensor of a file takes in a model of this dtype.
+    """The bytes that a tensor of a file takes in a model of this dtype.
 
     keeps_blocks: whether matrices stay blocks where there is a kernel for them (MEMORY_TYPES).
     """
@@ -183,7 +181,7 @@ def bytes_in_memory(tensor: GGUFTensor, dtype: str, keeps_blocks: bool) -> int:
 
 
 def weights_in_memory(tensors: Mapping[str, GGUFTensor], dtype: str, keeps_blocks: bool) -> int:
-    """bytes_in_memory of all tensors of a model, by the model's names."""
+    """The sum of bytes_in_memory over all tensors of a model, given by the model's names."""
     layers: dict[str, list[GGUFTensor]] = {}
     for name, tensor in tensors.items():
         layers.setdefault(layer_of(name), []).append(tensor)
@@ -195,7 +193,7 @@ def weights_in_memory(tensors: Mapping[str, GGUFTensor], dtype: str, keeps_block
 
 
 def layer_of(name: str) -> str:
-    """The name of the layer that a weight is merged into, whose blocks are kept if all can be."""
+    """The name of the layer that a weight is merged into. Its blocks are kept if all can be."""
     return _MERGED.sub(lambda found: "qkv" if found[0][0] in "qkv" else "gate_up", name)
 
 
@@ -209,7 +207,7 @@ def is_permuted(file: GGUFFile, name: str) -> bool:
 
 
 def read_rope_factors(file: GGUFFile, name: str = ROPE_FACTORS) -> list[float] | None:
-    """What each frequency of the rotary embedding is divided by (Llama 3), if the file says."""
+    """The divisor of each frequency of the rotary embedding (Llama 3), if the file has them."""
     tensor = file.tensors.get(name)
     if tensor is None:
         return None

@@ -130,9 +130,9 @@ def test_parameters_of_well_known_models(
 
 def test_the_assumptions_about_kernels_hold() -> None:
     pytest.importorskip("triton")
-    from quire.kernels.triton import attention_decode, cut
+    from quire.kernels.triton import attention_decode, top_k_top_p
 
     assert (
-        model_sizes.SAMPLING_ROW_BYTES == 2 * cut.CAPACITY * 8
+        model_sizes.SAMPLING_ROW_BYTES == 2 * top_k_top_p.CAPACITY * 8
         and model_sizes.ATTENTION_PIECES == attention_decode.MAX_PIECES
     )

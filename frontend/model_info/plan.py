@@ -146,8 +146,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def make_plan(
     args: EngineArgs, memory_bytes: int | None = None, given: dict[str, Any] | None = None
 ) -> Plan:
-    """Returns the plan for `args` on this machine, or for `memory_bytes` (on a GPU its total
-    memory).
+    """Returns the plan for `args` on this machine, or for `memory_bytes` (of a GPU: its total).
 
     `given` holds the user's arguments, which `flags` repeats. Raises the engine's own errors.
     """

@@ -8,13 +8,14 @@ here; those with a value state what most models have. Nobody asks whether a mode
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
+from ..ipc.models.state_layout import StatePart
 from ..kernels.ops import AttentionMetadata
 from .pooling.heads import PoolingHead
 
@@ -40,6 +41,17 @@ class AttentionLayer(Protocol):
 
     def bind_cache(self, key: torch.Tensor | None, value: torch.Tensor | None, group: int) -> None:
         """Makes these its key_cache, value_cache and kv_cache_group. None takes the cache away."""
+        ...
+
+
+class StateLayer(Protocol):
+    """Keeps a state of fixed size for each request, in the memory that StateMemory allocates."""
+
+    state_parts: tuple[StatePart, ...]  # of this rank
+
+    def bind_states(self, parts: Sequence[torch.Tensor]) -> None:
+        """Makes these its states: [places, *shape] of each part. An empty
+        list takes the states away."""
         ...
 
 
@@ -115,6 +127,10 @@ class Model(Protocol):
     def attention_layers(self) -> list[Any]:
         """The AttentionLayers in order. A model without a KV cache has none."""
         ...
+
+    def state_layers(self) -> list[StateLayer]:
+        """The layers that keep a state of each request, in order. Most models have none."""
+        return []
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The name of every tensor that the checkpoint must have, with the tensor it fills."""

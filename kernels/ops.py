@@ -35,6 +35,12 @@ from .moe import fused_moe as fused_moe
 from .moe import route_experts as route_experts
 from .moe import weighted_sum as weighted_sum
 from .registry import operation
+from .states import StateRows as StateRows
+from .states import gated_delta_rule as gated_delta_rule
+from .states import gated_rms_norm as gated_rms_norm
+from .states import multiply as multiply
+from .states import selective_scan as selective_scan
+from .states import short_conv as short_conv
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +67,8 @@ class AttentionMetadata:
     # [T] i32: the place of each token's LoRA adapter, as in add_lora. It is None if the model takes
     # none.
     adapters: Tensor | None = None
+    # None if the model keeps no states
+    states: StateRows | None = None
     # It holds values that an implementation derives once per step for later layers.
     scratch: dict[Any, Any] = field(default_factory=dict)
 
@@ -74,6 +82,7 @@ def make_metadata(
     query_lens: list[int],
     seq_lens_list: list[int],
     adapters: Tensor | None = None,
+    states: StateRows | None = None,
 ) -> AttentionMetadata:
     """Makes the metadata of a model whose groups of layers have these tables, one of each per
     group.
@@ -97,6 +106,7 @@ def make_metadata(
         seq_lens_list,
         groups,
         adapters,
+        states,
     )
 
 

@@ -17,4 +17,5 @@ from . import (
     rotary,
     sampling,
     slots,
+    states,
 )

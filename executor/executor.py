@@ -57,6 +57,13 @@ class Executor(Protocol):
         """Allocates the cache and returns its size in bytes."""
         ...
 
+    @property
+    def num_state_checkpoints(self) -> int | None:
+        """How many checkpoints of states there is room for; None: the model keeps no states. It is
+        known once the cache is initialized.
+        """
+        ...
+
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
         """Sets host memory aside for preempted requests.
 

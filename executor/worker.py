@@ -438,6 +438,11 @@ class Worker:
             host_caches += [] if self._draft is None else self._draft.host_caches(num_blocks)
         return BlockMover(self.attention_layers(), host_caches, self.ops)
 
+    @property
+    def num_state_checkpoints(self) -> int | None:
+        """See Executor."""
+        return None
+
     def initialize_offload(self) -> KVOffload | None:
         """Opens the store of blocks that the cache has no room for, if the configuration asks for
         one. Raises InvalidParameterError, NotEnoughMemoryError.

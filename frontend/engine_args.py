@@ -408,6 +408,12 @@ def _resolve_cache(config: EngineConfig, device_config: Any, model_config: Any) 
     wanted = config.cache_config
     if model_config.runner == "pooling" and model_config.pooling.is_bidirectional:
         wanted = replace(wanted, enable_prefix_caching=False)
+    if wanted.state_checkpoint_interval % wanted.block_size:
+        raise InvalidParameterError(
+            "state_checkpoint_interval",
+            f"must be a multiple of block_size={wanted.block_size}, got "
+            f"{wanted.state_checkpoint_interval}",
+        )
     check_kv_events(wanted.kv_events_config, has_prefix_cache=wanted.enable_prefix_caching)
     path = wanted.kv_offloading_path
     if wanted.kv_offloading_size:

@@ -180,6 +180,15 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         "Host memory for KV-cache blocks of preempted requests, in GiB; taken as it is used. 0: "
         "none.",
     ] = 4.0
+    state_cache_memory_bytes: Annotated[
+        NonNegativeInt | None,
+        "Memory for checkpoints of the states of recurrent layers, in bytes, with which prompts "
+        "that begin alike start. Default: from the free memory.",
+    ] = None
+    state_checkpoint_interval: Annotated[
+        PositiveInt,
+        "Tokens between two such checkpoints of a long prompt or answer; a multiple of block_size.",
+    ] = 512
     enable_prefix_caching: Annotated[
         bool, "Keep the KV cache of finished requests for prompts that begin alike."
     ] = True

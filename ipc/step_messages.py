@@ -38,7 +38,9 @@ class SchedulerOutput(Message, frozen=True):
 
     Columns are parallel with `slots`, in the order in which requests were scheduled.
 
-    The runner moves blocks: first out, then in, then copies. It applies `freed_slots`, then
+    The runner moves blocks: first out, then in, then copies. Then it copies states from place to
+    place, in the order of `state_copies`, and no write of this step comes before. It applies
+    `freed_slots`, then
     `new_requests`, and appends `new_block_ids[i]` to the block tables of slots[i]. Then it computes
     tokens [num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i]) of each. A row
     that computes its last known token is sampled, and the runner appends the sampled token to the
@@ -64,6 +66,14 @@ class SchedulerOutput(Message, frozen=True):
     blocks_to_swap_in: list[tuple[int, int]] = []  # (host block, device block)
     blocks_to_copy: list[tuple[int, int]] = []  # (source, destination), both on the device
     num_passes: int = 1  # more only where all rows are decodes
+    # Of a model that keeps states (ipc/models/state_layout.py), else empty. Places below
+    # max_num_seqs are those of slots, checkpoints have the others. A row that begins at position 0
+    # begins with zeros, whatever its place holds.
+    state_copies: list[tuple[int, int]] = []  # (source place, destination place)
+    # (slot, position, place): the slot's state after the token at this position is also written to
+    # the place. A row has at most one; with lookahead the position may be that of any of its tokens
+    # but the last one sampled.
+    state_saves: list[tuple[int, int, int]] = []
 
     @property
     def total_num_scheduled_tokens(self) -> int:

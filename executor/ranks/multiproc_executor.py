@@ -103,6 +103,7 @@ class MultiprocExecutor:
         self.size = size = num_ranks(config)
         self.kv_cache_windows: tuple[int, ...] = (0,)
         self.burst_weights_bytes = 0
+        self.num_state_checkpoints: int | None = None
         device = config.device_config
         self._has_stages = device.pipeline_parallel_size > 1
         self._first_sampling = size - device.tensor_parallel_size  # in the last stage
@@ -157,8 +158,10 @@ class MultiprocExecutor:
     def initialize_kv_cache(self, num_blocks: int) -> int:
         """Allocates each rank's part; returns the bytes of all."""
         parts = self._call("initialize_kv_cache", num_blocks)
-        self.burst_weights_bytes = min(weights_bytes for _, weights_bytes in parts)
-        return sum(num_bytes for num_bytes, _ in parts)
+        self.burst_weights_bytes = min(weights_bytes for _, weights_bytes, _ in parts)
+        rooms = [room for _, _, room in parts if room is not None]  # a stage may keep no states
+        self.num_state_checkpoints = min(rooms, default=None)
+        return sum(num_bytes for num_bytes, _, _ in parts)
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
         """There is none: with several ranks, preempted requests are computed again."""

@@ -22,6 +22,7 @@ class RankThreads:
     """What Driver and EngineCore need of an executor."""
 
     burst_weights_bytes = 0
+    num_state_checkpoints = None
 
     def __init__(self, model: str | Path, size: int, num_stages: int = 1, **arguments: Any):
         self.config = make_config(

@@ -20,7 +20,12 @@ from .. import __version__
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError
 from ..ipc.lora import LoRARequest
-from ..ipc.models.memory_plan import check_cache_size, plan_num_blocks, plan_num_host_blocks
+from ..ipc.models.memory_plan import (
+    check_cache_size,
+    plan_num_blocks,
+    plan_num_host_blocks,
+    plan_states,
+)
 from ..ipc.params import StructuredOutputsParams
 from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.trace import RanksTrace, place_of_function
@@ -61,6 +66,7 @@ from .runner.stage_step import PendingTokens
 from .sampling.grammar import Grammars
 from .sampling.logits_processors import LoadedProcessor, load_logits_processors
 from .sampling.token_stages import make_stages
+from .state_memory import StateMemory
 from .tracing.measured_limits import measured_limits
 from .tracing.step_tracer import StepTracer
 from .weights.early_memory import take as take_early_memory
@@ -118,6 +124,9 @@ class Worker:
         self._dense = PoolingHead([])  # of sentence-transformers' Dense modules
         self._state: RunnerState | None = None  # set with the model, and kept while it sleeps
         self._cache: KVCacheMemory
+        self._states: StateMemory | None = None  # of a model that keeps any
+        # the most requests that run at a time, and room for checkpoints of their states
+        self._num_states = self._num_checkpoints = 0
         self._num_blocks = self._cache_bytes = self._num_host_blocks = 0
         # the parts of the runner besides the model; each is None until there is a cache
         self._forward: Forward | None = None
@@ -153,6 +162,8 @@ class Worker:
             model = builder.build(self._directory, report)
         layers = model.attention_layers()
         self._cache = KVCacheMemory(layers, self.config, self.kv_cache_dtype, self.device)
+        if state_layers := model.state_layers():
+            self._states = StateMemory(state_layers, self.dtype, self.device)
         self._state = self._make_state(processors)
         if model_config.pooling is not None:
             self._dense = load_dense(model_config.pooling.dense, self._directory)
@@ -182,6 +193,7 @@ class Worker:
             make_stages(ops, vocab_size, *sizes, processors, grammars),
             self.kv_cache_windows,
             self.loras if self.loras.is_enabled else None,
+            self._states is not None,
         )
         pending = None if self.group.stages.is_last else PendingTokens(batch)
         state = RunnerState(batch, self.device, grammars, pending=pending)
@@ -215,6 +227,7 @@ class Worker:
             self._mover,
             speculation,
             pooler,
+            self._states,
             self.group.stages.count > 1,
         )
 
@@ -261,6 +274,18 @@ class Worker:
         layers = self.model.attention_layers()
         return layers if self._draft is None else [*layers, *self._draft.attention_layers()]
 
+    @property
+    def max_num_seqs(self) -> int:
+        """See Executor."""
+        return (
+            self.config.scheduler_config.max_num_seqs if self._states is None else self._num_states
+        )
+
+    @property
+    def num_state_checkpoints(self) -> int | None:
+        """See Executor."""
+        return None if self._states is None else self._num_checkpoints
+
     def determine_num_blocks(self) -> int:
         """Returns how many KV-cache blocks to allocate, including the null block.
 
@@ -268,9 +293,14 @@ class Worker:
         memory holds.
         """
         block_bytes, num_sharing = self.block_bytes, self.group.num_on_machine
-        num_blocks = plan_num_blocks(
-            self.config, block_bytes, self._free_for_cache(), self.kv_cache_windows
-        )
+        free_bytes = self._free_for_cache()
+        if self._states is not None:
+            place_bytes = self._states.place_bytes
+            counts = plan_states(self.config, place_bytes, free_bytes)
+            self._num_states, self._num_checkpoints = counts
+            if self.device.type != "cpu":  # a CPU's pages are taken when they are written
+                free_bytes -= sum(counts) * place_bytes
+        num_blocks = plan_num_blocks(self.config, block_bytes, free_bytes, self.kv_cache_windows)
         if self.device.type == "cpu":
             num_sharing *= self.config.device_config.data_parallel_size
         else:  # each rank has a GPU of its own
@@ -319,6 +349,9 @@ class Worker:
 
     def _make_cache(self, num_blocks: int) -> None:
         self._cache.bind(self.model.attention_layers(), num_blocks)
+        if self._states is not None:
+            num_places = self._num_states + self._num_checkpoints
+            self._states.allocate(self.model.state_layers(), num_places)
         if self._draft is not None:
             self._draft.allocate(num_blocks)
         self._num_blocks, self._cache_bytes = num_blocks, num_blocks * self.block_bytes
@@ -373,6 +406,7 @@ class Worker:
             capture,
             len(self.kv_cache_windows),
             self.loras.is_enabled,
+            self._states is not None,
         )
         graphs.prepare()
         return graphs
@@ -657,6 +691,8 @@ class Worker:
         if "kv_cache" in tags and "kv_cache" not in self.asleep:
             if self._model is not None:
                 release_caches(self._model.attention_layers())
+                if self._states is not None:
+                    self._states.release(self._model.state_layers())
             self._mover = None
             if self._draft is not None:
                 self._draft.release_cache()
@@ -696,6 +732,8 @@ class Worker:
         self._stop_tracer()
         if self._model is not None:
             move_caches(self._model.attention_layers(), model.attention_layers())
+            if self._states is not None:
+                self._states.bind(model.state_layers())
         self._directory = directory
         self._use_model(model)
         if self._draft is None:

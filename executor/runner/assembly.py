@@ -30,6 +30,7 @@ from ..program.step_program import OpByOp, StagedForward, TappedForward
 from ..sampling.grammar import Grammars
 from ..sampling.prompt_logprobs import PromptScorer
 from ..sampling.sampler import Sampler
+from ..state_memory import StateMemory
 from .block_mover import BlockMover
 from .bursts import Bursts, BurstStep
 from .cuda_graphs import GraphedStep, Tensors
@@ -80,10 +81,11 @@ def assemble(
     mover: BlockMover | None = None,
     speculation: Speculation | None = None,
     pooler: Pooler | None = None,
+    states: StateMemory | None = None,
     is_divided: bool = False,
 ) -> ModelRunner:
-    """forward: None: operation by operation. mover: None as long as there is no cache. is_divided:
-    into stages.
+    """forward: None: operation by operation. mover: None as long as there is no cache. states: of a
+    model that keeps any. is_divided: into stages.
     """
     batch, forward = state.batch, forward or OpByOp(model, ops)
     run_pass = forward
@@ -93,7 +95,7 @@ def assemble(
         run_pass = StagedForward(model, run_pass)
     scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size, model.adapter_rows)
     special = SpecialRows(batch, Sampler(ops), state.grammars, scorer, pooler)
-    apply = differences(batch, mover)
+    apply = differences(batch, mover, states)
     if state.tables is not None:
         buffers = forward.buffers if isinstance(forward, GraphedStep) else no_buffers
         steps = _on_device(state, state.tables, run_pass, ops, special, apply, buffers)
@@ -186,8 +188,8 @@ def no_buffers(count: int) -> None:
     """GraphedStep.buffers where there are no graphs."""
 
 
-def differences(batch: InputBatch, mover: BlockMover | None) -> Apply:
-    """Moves a step's blocks, then applies its other differences to the tables."""
+def differences(batch: InputBatch, mover: BlockMover | None, states: StateMemory | None) -> Apply:
+    """Moves a step's blocks and states, then applies its other differences to the tables."""
 
     def apply(scheduler_output: SchedulerOutput) -> None:
         if (
@@ -197,6 +199,9 @@ def differences(batch: InputBatch, mover: BlockMover | None) -> Apply:
         ):
             assert mover is not None  # there is a cache
             mover.move(scheduler_output)
+        if scheduler_output.state_copies:
+            assert states is not None  # the model keeps them
+            states.copy(scheduler_output.state_copies)
         batch.apply(scheduler_output)
 
     return apply

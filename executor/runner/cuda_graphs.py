@@ -20,10 +20,11 @@ from functools import partial
 
 import torch
 
-from ...kernels.ops import AttentionMetadata, make_metadata
+from ...kernels.ops import AttentionMetadata, StateRows, make_metadata
 from ...kernels.registry import OpTable
 from ..model import Model, padded, uncounted
 from ..program.step_program import OpByOp
+from .step_inputs import NO_STATE, no_states
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,10 @@ class GraphedStep:
         capture: Capture,
         num_groups: int = 1,
         has_adapters: bool = False,
+        has_states: bool = False,
     ):
         """num_groups: of layers that have block tables of their own. has_adapters: whether the
-        model's layers take LoRA adapters.
+        model's layers take LoRA adapters. has_states: whether they keep states.
         """
         self._run = OpByOp(model, ops)
         self._uncounted, self._padded = partial(uncounted, model), partial(padded, model)
@@ -90,6 +92,7 @@ class GraphedStep:
             if has_adapters
             else None
         )
+        self._states = no_states(max_num_seqs, device) if has_states else None
         self._counts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
 
@@ -136,6 +139,7 @@ class GraphedStep:
         size = self._sizes[bisect_left(self._sizes, count)]
         if token_ids.data_ptr() != self._token_ids.data_ptr():
             self._copy(count, size, token_ids, positions, metadata)
+        self._copy_states(count, size, metadata.states)
         replay, results = self._graph(size)
         replay()
         return tuple(result[:count] for result in results)
@@ -162,6 +166,14 @@ class GraphedStep:
         self._seq_lens[count:size] = 1
         self._slot_mapping[:, count:size] = NOT_STORED
 
+    def _copy_states(self, count: int, size: int, states: StateRows | None) -> None:
+        """These are not among the buffers that inputs are written to."""
+        if self._states is None or states is None:
+            return
+        for name in ("places", "last_positions", "copy_positions", "copy_places"):
+            getattr(self._states, name)[:count].copy_(getattr(states, name))
+        self._states.places[count:size] = NO_STATE
+
     def _graph(self, size: int) -> tuple[Callable[[], None], Tensors]:
         if size not in self._graphs:
             # Kernels take sizes from the host lists; they must hold for every later step, so these
@@ -175,6 +187,7 @@ class GraphedStep:
                 [1] * size,
                 [self._max_model_len] * size,
                 None if self._adapters is None else self._adapters[:size],
+                None if self._states is None else first_rows(self._states, size),
             )
 
             def step() -> Tensors:
@@ -190,6 +203,15 @@ class GraphedStep:
                 self._graphs[size] = self._capture(step)
             logger.debug("captured a CUDA graph for up to %d requests", size)
         return self._graphs[size]
+
+
+def first_rows(states: StateRows, size: int) -> StateRows:
+    return StateRows(
+        states.places[:size],
+        states.last_positions[:size],
+        states.copy_positions[:size],
+        states.copy_places[:size],
+    )
 
 
 class CudaCapture:

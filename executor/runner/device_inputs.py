@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ...ipc.step_messages import SchedulerOutput
-from ...kernels.ops import make_metadata
+from ...kernels.ops import StateRows, make_metadata
 from ..device import packed
 from ..input_batch import InputBatch
 from .cuda_graphs import Tensors
@@ -193,8 +193,7 @@ class DeviceInputMaker:
             shipped.append(there)
         return shipped
 
-    @staticmethod
-    def _columns(layout: StepLayout) -> dict[str, np.ndarray]:
+    def _columns(self, layout: StepLayout) -> dict[str, np.ndarray]:
         slots = layout.slots.astype(np.int32)
         positions = layout.seq_lens[layout.sampled_rows].astype(np.int64)
         columns = {
@@ -206,6 +205,11 @@ class DeviceInputMaker:
             columns["query_start_loc"] = layout.query_start_loc.astype(np.int32)
             columns["logits_indices"] = layout.logits_indices()
             columns["sampled_slots"] = slots[layout.sampled_rows]
+        batch = self.tables.batch
+        if batch.has_states:
+            columns["last_positions"] = batch.num_tokens[layout.slots] - 1
+            columns["copy_positions"] = batch.copy_positions[layout.slots]
+            columns["copy_places"] = batch.copy_places[layout.slots]
         return columns
 
     def prepare(self, layout: StepLayout, columns: dict[str, torch.Tensor]) -> StepInputs:
@@ -257,11 +261,19 @@ class DeviceInputMaker:
                 layout.query_lens.tolist(),
                 layout.seq_lens.tolist(),
                 self._adapters(num_tokens, columns, *adapters),
+                self._states(columns),
             ),
             sampled_rows=layout.sampled_rows,
             sampled_slots=layout.slots[layout.sampled_rows],
             logits_indices=columns["logits_indices"],
         )
+
+    def _states(self, columns: dict[str, torch.Tensor]) -> StateRows | None:
+        """A place is a slot."""
+        if not self.tables.batch.has_states:
+            return None
+        names = "slots", "last_positions", "copy_positions", "copy_places"
+        return StateRows(*(columns[name] for name in names))
 
     def _adapters(
         self, num_tokens: int, columns: dict[str, torch.Tensor], buffer: torch.Tensor | None = None

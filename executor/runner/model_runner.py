@@ -90,8 +90,9 @@ class ModelRunner:
         Computes logits of `num_logits` rows, as for prompts, and samples each of them if
         `is_sampled`.
         """
-        has_adapters = self.batch.loras is not None
-        step = dummy_step(num_tokens, num_logits, self.batch.num_groups, self.device, has_adapters)
+        batch = self.batch
+        has = batch.loras is not None, batch.has_states
+        step = dummy_step(num_tokens, num_logits, batch.num_groups, self.device, *has)
         with uncounted(self.model):
             _, *results = self.run_pass(*step, step[0] if self.model.num_token_types else None)
         if is_sampled and results:

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 
 from ...ipc.step_messages import SchedulerOutput
-from ...kernels.ops import AttentionMetadata, make_metadata
+from ...kernels.ops import AttentionMetadata, StateRows, make_metadata
 from ..input_batch import InputBatch
 
 NULL_BLOCK = 0  # never allocated; block tables of padding rows point to it
+NO_STATE = -1  # the place of a padding row
+ALL_KNOWN = np.iinfo(np.int64).max  # a last position: the row has no drafts
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -181,6 +183,7 @@ class StepInputMaker:
                 layout.query_lens.tolist(),
                 seq_lens.tolist(),
                 self._adapters(token_slots),
+                self._states(slots, num_ahead),
             ),
             sampled_rows=layout.sampled_rows,
             sampled_slots=slots[layout.sampled_rows],
@@ -242,6 +245,7 @@ class StepInputMaker:
             before.query_lens,
             last.seq_lens.tolist(),
             before.adapters,
+            self._states(inputs.slots),
         )
         last.output = now
         last.inputs = StepInputs(
@@ -270,6 +274,23 @@ class StepInputMaker:
         batch = self.batch
         return None if batch.loras is None else torch.from_numpy(batch.adapters[token_slots])
 
+    def _states(self, slots: np.ndarray, num_ahead: int = 0) -> StateRows | None:
+        """The states of the rows of `slots` [B]. What follows the tokens that a slot has are
+        drafts, except in a burst, whose later passes compute what the earlier ones sample.
+        """
+        batch = self.batch
+        if not batch.has_states:
+            return None
+        last_positions = batch.num_tokens[slots] - 1
+        if num_ahead:
+            last_positions[:] = ALL_KNOWN
+        return StateRows(
+            torch.from_numpy(slots.astype(np.int32)),
+            torch.from_numpy(last_positions),
+            torch.from_numpy(batch.copy_positions[slots]),
+            torch.from_numpy(batch.copy_places[slots]),
+        )
+
     def _slot_mapping(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[groups, T] i64: the cache slot of each slot's token at each position."""
         tables = self.batch.block_tables
@@ -284,12 +305,20 @@ class StepInputMaker:
         return [torch.from_numpy(of_group) for of_group in tables]
 
 
+def no_states(num_rows: int, device: torch.device | None = None) -> StateRows:
+    """States of padding rows."""
+    places = torch.full((num_rows,), NO_STATE, dtype=torch.int32, device=device)
+    positions = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
+    return StateRows(places, positions, positions.clone(), places.clone())
+
+
 def dummy_step(
     num_tokens: int,
     num_logits: int,
     num_groups: int,
     device: torch.device | None = None,
     has_adapters: bool = False,
+    has_states: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]:
     """token_ids, positions, metadata and logits_indices of `num_tokens` one-token rows without
     effect on the cache, with logits of `num_logits` of them.
@@ -307,6 +336,7 @@ def dummy_step(
         [1] * num_tokens,
         [1] * num_tokens,
         filled(-1, torch.int32, num_tokens) if has_adapters else None,
+        no_states(num_tokens, device) if has_states else None,
     )
     token_ids, positions = filled(0, torch.int32, num_tokens), filled(0, torch.int64, num_tokens)
     return token_ids, positions, metadata, filled(0, torch.int64, num_logits)

@@ -17,6 +17,10 @@ logger = logging.getLogger(__name__)
 # of the memory that is free after loading the weights; activations and other programs use the rest
 CPU_MEMORY_FRACTION = 0.4
 SWAP_MEMORY_FRACTION = 0.25  # of the memory that is free then; upper bound of swap_space
+# Of the same memory, for recurrent states of requests that run, and for checkpoints of states.
+STATES_MEMORY_FRACTION = 0.25
+CHECKPOINTS_MEMORY_FRACTION = 0.1
+MOST_CHECKPOINTS = 65_536  # of tiny states more would only cost time
 QUANTIZATION_BITS = {"int8": 8, "int4": 4}  # per weight
 # of a quantized model's head, which may also be the embedding's table: 4 bits lose too much
 HEAD_BITS = 8
@@ -136,6 +140,29 @@ def _most_blocks(config: EngineConfig, windows: Sequence[int]) -> int:
     max_model_len = resolved(config.model_config.max_model_len)
     blocks_per_sequence = make_layout(config, windows).most_blocks(max_model_len)
     return 1 + blocks_per_sequence * config.scheduler_config.max_num_seqs
+
+
+def plan_states(config: EngineConfig, place_bytes: int, free_bytes: int) -> tuple[int, int]:
+    """How many requests can run at a time, at most max_num_seqs, and how many checkpoints of their
+    states are kept. place_bytes: of the states of one request.
+
+    Raises NotEnoughMemoryError where not even one request has room.
+    """
+    wanted, number = config.scheduler_config.max_num_seqs, config.device_config.data_parallel_size
+    fitting = int(free_bytes * STATES_MEMORY_FRACTION / number) // place_bytes
+    if not fitting:
+        raise NotEnoughMemoryError(
+            "model", f"the states of one request take {place_bytes} bytes, {free_bytes} are free"
+        )
+    if fitting < wanted:
+        logger.warning(
+            "max_num_seqs=%d: the states of %d requests fit the memory, %.1f MiB each",
+            *(wanted, fitting, place_bytes / 2**20),
+        )
+    budget = config.cache_config.state_cache_memory_bytes
+    if budget is None:
+        budget = int(free_bytes * CHECKPOINTS_MEMORY_FRACTION / number)
+    return min(wanted, fitting), min(budget // place_bytes, MOST_CHECKPOINTS)
 
 
 def check_cache_size(

@@ -75,7 +75,9 @@ class SpeculativeStep:
                 for row in rows
                 if num_sampled[row] <= room[row] and slots[row] not in result.errors
             ]
-            if not rows or num_left <= 0:
+            # a state that drafts follow is behind the tokens: the next step computes them again
+            is_behind = self._batch.has_states and bool(result.num_drafted)
+            if not rows or num_left <= 0 or is_behind:
                 return results[0][1] if len(results) == 1 else merge_outputs(slots, results)
             left = [slots[row] for row in rows]
             step = SchedulerOutput(

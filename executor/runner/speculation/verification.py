@@ -321,7 +321,8 @@ class Speculation:
             self.depth.learn(inputs.slots[np.argsort(inputs.order)].tolist(), num_drafted, accepted)
         return msgspec.structs.replace(
             result,
-            num_ahead=accepted,
+            # a state ends before the drafts, so these are computed again
+            num_ahead=[0] * len(accepted) if self._batch.has_states else accepted,
             num_drafted=[count for count in num_drafted if count],
             num_accepted=[count for count, drafted in zip(accepted, num_drafted) if drafted],
         )

@@ -58,6 +58,13 @@ class Executor(Protocol):
         ...
 
     @property
+    def max_num_seqs(self) -> int:
+        """How many requests can run at a time: the configuration's number, or fewer if that many
+        states do not fit the memory. It is known once the cache is initialized.
+        """
+        ...
+
+    @property
     def num_state_checkpoints(self) -> int | None:
         """How many checkpoints of states there is room for; None: the model keeps no states. It is
         known once the cache is initialized.

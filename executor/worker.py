@@ -125,7 +125,7 @@ class Worker:
         self._state: RunnerState | None = None  # set with the model, and kept while it sleeps
         self._cache: KVCacheMemory
         self._states: StateMemory | None = None  # of a model that keeps any
-        # the most requests that run at a time, and room for checkpoints of their states
+        # how many requests have room for their states, and how many checkpoints
         self._num_states = self._num_checkpoints = 0
         self._num_blocks = self._cache_bytes = self._num_host_blocks = 0
         # the parts of the runner besides the model; each is None until there is a cache
@@ -299,6 +299,10 @@ class Worker:
             counts = plan_states(self.config, place_bytes, free_bytes)
             self._num_states, self._num_checkpoints = counts
             if self.device.type != "cpu":  # a CPU's pages are taken when they are written
+                most = self.config.scheduler_config.max_num_seqs
+                if self._num_states < most:
+                    problem = f"must be at most {self._num_states}: the states of {most} requests"
+                    raise InvalidParameterError("max_num_seqs", f"{problem} do not fit the memory")
                 free_bytes -= sum(counts) * place_bytes
         num_blocks = plan_num_blocks(self.config, block_bytes, free_bytes, self.kv_cache_windows)
         if self.device.type == "cpu":
@@ -350,7 +354,7 @@ class Worker:
     def _make_cache(self, num_blocks: int) -> None:
         self._cache.bind(self.model.attention_layers(), num_blocks)
         if self._states is not None:
-            num_places = self._num_states + self._num_checkpoints
+            num_places = self.config.scheduler_config.max_num_seqs + self._num_checkpoints
             self._states.allocate(self.model.state_layers(), num_places)
         if self._draft is not None:
             self._draft.allocate(num_blocks)
@@ -471,11 +475,6 @@ class Worker:
             host_caches = self._cache.host_caches(self.model.attention_layers(), num_blocks)
             host_caches += [] if self._draft is None else self._draft.host_caches(num_blocks)
         return BlockMover(self.attention_layers(), host_caches, self.ops)
-
-    @property
-    def num_state_checkpoints(self) -> int | None:
-        """See Executor."""
-        return None
 
     def initialize_offload(self) -> KVOffload | None:
         """Opens the store of blocks that the cache has no room for, if the configuration asks for

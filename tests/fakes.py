@@ -150,6 +150,7 @@ class FakeExecutor(FakeLoras):
         self.burst_weights_bytes = 0
         self.kv_cache_windows: tuple[int, ...] = (0,)
         self.num_state_checkpoints: int | None = None
+        self.max_num_seqs = config.scheduler_config.max_num_seqs
         self.costs = PreemptionCosts(recompute_s_per_token=1.0, swap_s=20.0, swap_s_per_token=0.1)
         self.steps: list[SchedulerOutput] = []  # everything executed
         self.slots: dict[int, FakeSlot] = {}

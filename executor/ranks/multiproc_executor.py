@@ -104,6 +104,7 @@ class MultiprocExecutor:
         self.kv_cache_windows: tuple[int, ...] = (0,)
         self.burst_weights_bytes = 0
         self.num_state_checkpoints: int | None = None
+        self.max_num_seqs = config.scheduler_config.max_num_seqs
         device = config.device_config
         self._has_stages = device.pipeline_parallel_size > 1
         self._first_sampling = size - device.tensor_parallel_size  # in the last stage
@@ -158,10 +159,11 @@ class MultiprocExecutor:
     def initialize_kv_cache(self, num_blocks: int) -> int:
         """Allocates each rank's part; returns the bytes of all."""
         parts = self._call("initialize_kv_cache", num_blocks)
-        self.burst_weights_bytes = min(weights_bytes for _, weights_bytes, _ in parts)
-        rooms = [room for _, _, room in parts if room is not None]  # a stage may keep no states
+        sizes, weights_bytes, max_num_seqs, checkpoints = zip(*parts, strict=True)
+        self.burst_weights_bytes, self.max_num_seqs = min(weights_bytes), min(max_num_seqs)
+        rooms = [room for room in checkpoints if room is not None]  # a stage may keep no states
         self.num_state_checkpoints = min(rooms, default=None)
-        return sum(num_bytes for num_bytes, _, _ in parts)
+        return sum(sizes)
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
         """There is none: with several ranks, preempted requests are computed again."""

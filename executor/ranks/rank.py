@@ -166,7 +166,8 @@ class Rank:
             num_bytes = worker.initialize_kv_cache(*call.args)
             worker.initialize_swap_space()
             platform_tuning.end_start()
-            return Result([num_bytes, worker.burst_weights_bytes, worker.num_state_checkpoints])
+            rooms = worker.max_num_seqs, worker.num_state_checkpoints
+            return Result([num_bytes, worker.burst_weights_bytes, *rooms])
         if call.method not in self.CALLS:
             raise ValueError(f"a rank has no method {call.method!r}")
         return Result(getattr(worker, call.method)(*call.args))

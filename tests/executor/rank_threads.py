@@ -23,6 +23,7 @@ class RankThreads:
 
     burst_weights_bytes = 0
     num_state_checkpoints = None
+    max_num_seqs = 256
 
     def __init__(self, model: str | Path, size: int, num_stages: int = 1, **arguments: Any):
         self.config = make_config(

@@ -23,7 +23,8 @@ OF_SHARED_EXPERTS = {name for name in vars(SharingExecutor) if not name.startswi
 
 @pytest.mark.parametrize("implementation", [Worker, MultiprocExecutor, FakeExecutor])
 def test_implementations_have_every_method_with_these_parameters(implementation) -> None:
-    for name in OFFERED - {"burst_weights_bytes", "kv_cache_windows", "num_state_checkpoints"}:
+    values = {"burst_weights_bytes", "kv_cache_windows", "max_num_seqs", "num_state_checkpoints"}
+    for name in OFFERED - values:
         wanted = inspect.signature(getattr(Executor, name)).parameters.values()
         offered = inspect.signature(getattr(implementation, name)).parameters.values()
         assert [p.kind for p in offered] == [p.kind for p in wanted], name

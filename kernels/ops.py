@@ -19,15 +19,16 @@ callers, at the cost of a dictionary look-up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .lora import add_lora as add_lora
 from .lora import add_lora_embedding as add_lora_embedding
+from .metadata import AttentionMetadata as AttentionMetadata
+from .metadata import StateRows as StateRows
+from .metadata import make_metadata as make_metadata
 from .moe import add_gated as add_gated
 from .moe import count_experts as count_experts
 from .moe import expert_outputs as expert_outputs
@@ -35,80 +36,11 @@ from .moe import fused_moe as fused_moe
 from .moe import route_experts as route_experts
 from .moe import weighted_sum as weighted_sum
 from .registry import operation
-from .states import StateRows as StateRows
 from .states import gated_delta_rule as gated_delta_rule
 from .states import gated_rms_norm as gated_rms_norm
 from .states import multiply as multiply
 from .states import selective_scan as selective_scan
 from .states import short_conv as short_conv
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionMetadata:
-    """Where the tokens and KV-cache blocks of each request are, for one step.
-
-    The model runner builds it, and all layers read it. The first `num_decodes` requests have
-    exactly one query token. `seq_lens` includes this step's tokens. Entries of `block_tables` past
-    a request's last block are not read. The lists hold the same values on the host, so that no
-    caller waits for the device.
-    """
-
-    query_start_loc: Tensor  # [B + 1] i32, prefix sums of query_lens
-    seq_lens: Tensor  # [B] i32
-    block_tables: Tensor  # [B, max_blocks] i32
-    slot_mapping: Tensor  # [T] i64, block * block_size + offset; negative: not stored
-    num_decodes: int
-    query_lens: list[int]  # [B]
-    seq_lens_list: list[int]  # [B]
-    # It holds the metadata of each group of layers with block tables of its own, the first group
-    # included. Groups differ in block_tables and slot_mapping, which are rows of one tensor each.
-    # It is empty for one group.
-    groups: tuple[AttentionMetadata, ...] = ()
-    # [T] i32: the place of each token's LoRA adapter, as in add_lora. It is None if the model takes
-    # none.
-    adapters: Tensor | None = None
-    # None if the model keeps no states
-    states: StateRows | None = None
-    # It holds values that an implementation derives once per step for later layers.
-    scratch: dict[Any, Any] = field(default_factory=dict)
-
-
-def make_metadata(
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_tables: Sequence[Tensor],
-    slot_mappings: Sequence[Tensor],
-    num_decodes: int,
-    query_lens: list[int],
-    seq_lens_list: list[int],
-    adapters: Tensor | None = None,
-    states: StateRows | None = None,
-) -> AttentionMetadata:
-    """Makes the metadata of a model whose groups of layers have these tables, one of each per
-    group.
-    """
-
-    groups: tuple[AttentionMetadata, ...] = ()
-    if len(block_tables) > 1:
-        groups = tuple(
-            AttentionMetadata(
-                query_start_loc, seq_lens, table, slots, num_decodes, query_lens, seq_lens_list
-            )
-            for table, slots in zip(block_tables, slot_mappings, strict=True)
-        )
-    return AttentionMetadata(
-        query_start_loc,
-        seq_lens,
-        block_tables[0],
-        slot_mappings[0],
-        num_decodes,
-        query_lens,
-        seq_lens_list,
-        groups,
-        adapters,
-        states,
-    )
-
 
 ABSENT = -(2.0**100)  # the logit of a token that a head does not know
 

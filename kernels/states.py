@@ -15,30 +15,10 @@ a row's bits are the same however its tokens are divided into steps, and whateve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from .metadata import AttentionMetadata
 from .registry import operation
-
-if TYPE_CHECKING:
-    from .ops import AttentionMetadata
-
-
-@dataclass(frozen=True, eq=False)
-class StateRows:
-    """Where the state of each request of a step is, and when it is written."""
-
-    # [B] i32, in [0, S), all different; negative: a row of padding, which reads and writes no state
-    places: Tensor
-    # [B] i64: the place gets the state after the token at this position, or after the row's last
-    # token if that comes first. Drafts follow the position, since they may be rejected.
-    last_positions: Tensor
-    # [B] i64 and [B] i32: after the token at this position, the state is written to this place as
-    # well. A negative position means none. No other row of the step has the place.
-    copy_positions: Tensor
-    copy_places: Tensor
 
 
 @operation

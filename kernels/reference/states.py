@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import AttentionMetadata
+from ..metadata import AttentionMetadata, StateRows
 from ..registry import register
-from ..states import StateRows
 
 L2_EPS = 1e-6
 GATES: dict[str, Callable[[Tensor], Tensor]] = {

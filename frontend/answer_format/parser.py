@@ -134,9 +134,47 @@ class AnswerParser:
         if not self._is_within_reasoning:
             yield from stream.skip_space()
         stream.drop()
-        stream.open_sink(Reasoning)
-        yield from stream.read_until((marks.end,))
+        yield from self._read_reasoning_text(marks)
         yield from stream.skip_space()
+        stream.drop()
+
+    def _read_reasoning_text(self, marks: ReasoningMarks) -> TextReader:
+        """Reads it up to and including its end mark. Qwen3.5 and Kimi K2 Thinking sometimes call
+        without the mark, so calls with which the answer ends are calls. Others are reasoning, as
+        models draft their calls.
+        """
+        stream, calls, num_reread = self._stream, self._calls, 0
+        while True:
+            stream.open_sink(Reasoning)
+            starts: tuple[str, ...] = ()
+            if self._tool_format and not calls.are_valid and num_reread < MAX_REREAD:
+                starts = self._tool_format.starts
+            mark = yield from stream.read_until((marks.end, *starts))
+            if mark is None or mark == marks.end:
+                return
+            calls.begin_draft()
+            try:
+                yield from self._read_last_calls(mark, marks.end)
+                calls.end()
+            except Malformed:
+                num_reread += calls.give_up()
+
+    def _read_last_calls(self, mark: str | None, end: str) -> TextReader:
+        """Reads calls and the answer's end, before which the mark `end` may stand. Raises
+        Malformed.
+        """
+        stream, tool_format = self._stream, self._tool_format
+        assert tool_format is not None
+        while mark:
+            yield from tool_format.read(stream, self._calls, mark)
+            yield from stream.skip_space()
+            mark = ""
+            for start in tool_format.starts:
+                mark = mark or (start if (yield from stream.accept(start)) else "")
+        yield from stream.accept(end)
+        yield from stream.skip_space()
+        if (yield from stream.peek()):
+            raise Malformed
         stream.drop()
 
     def _read_content_start(self, mark: str) -> Generator[None, None, bool]:

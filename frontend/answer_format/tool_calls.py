@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .answer import ToolCallArguments, ToolCallStart
 from .argument_types import allowed_types
 from .json_text import json_of
-from .text_stream import TextReader, TextStream
+from .text_stream import Malformed, TextReader, TextStream
 
 if TYPE_CHECKING:
     from .forced import Functions
@@ -27,6 +27,7 @@ class Calls:
 
     A call is passed on when it is whole, so that text which turns out to be no call becomes
     content. If `are_valid`, because a grammar constrains the calls, it is passed on as it arrives.
+    Calls after `begin_draft` are passed on together, by `end`, and only to functions of `schemas`.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Calls:
         self._stream = stream
         self.are_valid = are_valid
         self._index = self._last_whole = -1
+        self._is_draft = False
         self._before_key = "{"
         self._ids: set[str] = set()
 
@@ -44,15 +46,25 @@ class Calls:
         if not self.are_valid:
             self._stream.hold()
 
+    def begin_draft(self) -> None:
+        """Notes that the stream stands after a mark in the reasoning, where a call may be no more
+        than an idea.
+        """
+        self._is_draft = True
+        self._stream.hold()
+
     def end_call(self) -> None:
         """Ends a call with the consumed text; another may follow."""
         self._stream.drop()
+        if self._is_draft:
+            return
         self._last_whole = self._index
         self._stream.release()
         self.begin()
 
     def end(self) -> None:
         """Notes that no call follows."""
+        self._is_draft = False
         self._last_whole = self._index
         self._stream.release()
 
@@ -63,6 +75,7 @@ class Calls:
         """
         if not self.are_valid:
             self._index = self._last_whole
+        self._is_draft = False
         return self._stream.give_up()
 
     @property
@@ -71,7 +84,12 @@ class Calls:
         return self._index > self._last_whole
 
     def start(self, name: str, id: str = "") -> None:
-        """Starts a call. `id` is the model's own; one that it wrote before is dropped."""
+        """Starts a call. `id` is the model's own; one that it wrote before is dropped.
+
+        Raises Malformed for a draft to an unknown function.
+        """
+        if self._is_draft and name not in self.schemas:
+            raise Malformed
         id = "" if id in self._ids else id
         self._ids.add(id)
         self._index += 1

@@ -55,6 +55,58 @@ def test_where_reasoning_begins_and_ends(prompt, text, answer) -> None:
     assert parse(FORMAT, text, prompt_text=prompt) == answer
 
 
+QWEN, KIMI = detect("", "qwen3_coder", "think"), detect("", "kimi_k2", "think")
+QWEN_CALL = "<tool_call>\n<function=f>\n<parameter=a>\nb\n</parameter>\n</function>\n</tool_call>"
+KIMI_CALLS = (
+    '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": '
+    '"b"}<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{"a": "b"}'
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "</think>", "\n</think>\n\n"])
+@pytest.mark.parametrize(
+    ("answer_format", "calls", "num_calls"),
+    [
+        (FORMAT, CALL, 1),
+        (QWEN, QWEN_CALL, 1),
+        (QWEN, f"{QWEN_CALL}\n{QWEN_CALL}", 2),
+        (KIMI, KIMI_CALLS, 2),
+    ],
+)
+def test_calls_may_end_an_answer_within_its_reasoning(answer_format, calls, num_calls, end) -> None:
+    before = "Hm, in <tool_call> tags or <|tool_calls_section_begin|>."
+    answer = parse(answer_format, f"{before}\n\n{calls}{end}", prompt_text="<think>\n")
+    assert (answer.content, answer.reasoning) == ("", before)
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [
+        ("f", '{"a": "b"}')
+    ] * num_calls
+
+
+@pytest.mark.parametrize(
+    "reasoning",
+    [
+        f"Hm.\n{QWEN_CALL}\nOr not.",
+        f"Hm.\n{QWEN_CALL}\n{QWEN_CALL[:-20]}",
+        QWEN_CALL.replace("=f>", "=unknown>"),
+        QWEN_CALL[:-20],
+        "<tool_call>",
+    ],
+)
+@pytest.mark.parametrize("after", ["", "</think>\n\nYes", f"</think>\n\n{QWEN_CALL}"])
+def test_other_calls_within_reasoning_are_drafts(reasoning, after) -> None:
+    answer = parse(QWEN, reasoning + after, prompt_text="<think>\n")
+    calls = [ParsedToolCall("f", '{"a": "b"}')] if after.endswith(QWEN_CALL) else []
+    assert answer == ParsedAnswer("Yes" if "Yes" in after else "", reasoning, calls)
+
+
+def test_a_forced_call_follows_the_end_of_the_reasoning() -> None:
+    """So do all marks in the reasoning belong to it."""
+    text = f"Hm.\n{QWEN_CALL}"
+    answer = parse(QWEN, text, prompt_text="<think>\n", calls_are_valid=True)
+    assert answer == ParsedAnswer("", text)
+
+
 def test_disabled_parts_stay_content() -> None:
     text = f"<think>Hm.</think> Yes\n{CALL}"
     assert parse(WITHOUT_REASONING, text, prompt_text="<think>") == ParsedAnswer(
@@ -174,15 +226,16 @@ def test_an_answer_may_break_off_anywhere(name) -> None:
     ],
 )
 @pytest.mark.parametrize("end", ["", "</parameter></｜DSML｜parameter></arg_value>])x"])
-def test_many_broken_calls_are_not_read_over_and_over(name, unit, end) -> None:
+@pytest.mark.parametrize("prompt", ["", "<think>"])
+def test_many_broken_calls_are_not_read_over_and_over(name, unit, end, prompt) -> None:
     """The number of characters that are looked at grows with the answer, not with its square."""
-    answer_format, counts = detect("", name), []
+    answer_format, counts = detect("", name, "think"), []
     for num_units in (1000, 2000):
         text = unit * num_units + end
         started = time.process_time()
-        answer = collect(parse_pieces(answer_format, [text]))
+        answer = collect(parse_pieces(answer_format, [text], prompt_text=prompt))
         counts.append(time.process_time() - started)
-        assert answer == ParsedAnswer(text)
+        assert answer == (ParsedAnswer("", text) if prompt else ParsedAnswer(text))
     assert counts[1] < 3 * counts[0] + 0.5  # four times, if it were the square
 
 

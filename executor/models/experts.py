@@ -16,7 +16,7 @@ from ...kernels.moe import ClampedSwiGLU, Experts
 from ..groups.expert_group import ExpertGroup
 from ..model import RoutedTokens
 from .blocks import GatedMLP
-from .layers import LayerFactory, Weights
+from .layers import LayerFactory, Linear, Weights
 
 
 class DividedExperts:
@@ -52,7 +52,7 @@ class DividedExperts:
 
 class MixtureOfExperts:
     """The weighted sum of the experts that a router chooses for each token. Where there is an
-    expert that all tokens share, its result times the sigmoid of its gate is added.
+    expert that all tokens share, its result is added, times the sigmoid of its gate if it has one.
     """
 
     def __init__(self, make: LayerFactory, config: DecoderConfig, layer: int):
@@ -68,22 +68,32 @@ class MixtureOfExperts:
         counts = torch.zeros(self.config.count, dtype=torch.int64, device=make.device)
         self.routed = RoutedTokens(counts)
         self.router = make.router(names.router, hidden_size, self.config.count, bias)
+        self.correction: torch.Tensor | None = None
+        if names.correction is not None:
+            self.correction = make.parameter(self.config.count, dtype=torch.float32)
+        # what experts read and return, if that is not the hidden states
+        self.latent_in: Linear | None = None
+        self.latent_out: Linear | None = None
+        width = hidden_size
+        if self.config.latent_size:
+            width = self.config.latent_size
+            self.latent_in = make.linear(hidden_size, {names.latent_in: width})
+            self.latent_out = make.linear(width, {names.latent_out: hidden_size})
         self.own = make.own_experts(self.config.count)
-        shards = {names.gate: size, names.up: size}
-        self.gate_up = [
-            make.linear(hidden_size, shards, bias, takes_adapters=False) for _ in self.own
-        ]
+        shards = {names.up: size} if names.gate is None else {names.gate: size, names.up: size}
+        self.gate_up = [make.linear(width, shards, bias, takes_adapters=False) for _ in self.own]
         self.down = [
-            make.row_linear(names.down, size, hidden_size, bias, takes_adapters=False)
-            for _ in self.own
+            make.row_linear(names.down, size, width, bias, takes_adapters=False) for _ in self.own
         ]
         self.divided = None
         if make.expert_group.size > 1:
             self.divided = DividedExperts(make.ops, make.expert_group, len(self.own))
         self.shared: GatedMLP | None = None
+        self.shared_gate: Linear | None = None
         if shared_size := self.config.shared_size:
             self.shared = GatedMLP(make, config, layer, bias=False, size=shared_size)
-            self.shared_gate = make.router("shared_expert_gate", hidden_size, 1)
+            if names.shared_gate is not None:
+                self.shared_gate = make.router(names.shared_gate, hidden_size, 1)
 
     @cached_property
     def experts(self) -> Experts:
@@ -93,28 +103,41 @@ class MixtureOfExperts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]"""
+        config = self.config
         ids, weights = self.ops.route_experts(
             self.router.logits(x),
-            None,
-            self.config.per_token,
-            "softmax",
-            self.config.renormalizes,
-            1.0,
-            1,
-            1,
+            self.correction,
+            config.per_token,
+            config.names.scoring,
+            config.renormalizes,
+            config.scale,
+            config.num_groups,
+            config.top_groups,
         )
         self.ops.count_experts(ids, self.routed.slots, self.routed.counts)
         mix = self.ops.fused_moe if self.divided is None else self.divided
-        out = self.all_reduce(mix(x, ids, weights, self.experts))
-        if self.shared is not None:
+        latent = x if self.latent_in is None else self.latent_in(x)
+        out = self.all_reduce(mix(latent, ids, weights, self.experts))
+        if self.latent_out is not None:
+            out = self.latent_out(out)
+        if self.shared is not None and self.shared_gate is not None:
             self.ops.add_gated(self.shared(x), self.shared_gate.logits(x), out)
+        elif self.shared is not None:
+            self.ops.add(self.shared(x), out)
         return out
 
     def weights(self, prefix: str) -> Weights:
+        names = self.config.names
         yield from self.router.weights(prefix)
+        if self.correction is not None:
+            yield f"{prefix}{names.correction}", self.correction
+        for latent in (self.latent_in, self.latent_out):
+            if latent is not None:
+                yield from latent.weights(prefix)
         for expert, layers in zip(self.own, zip(self.gate_up, self.down)):
             for layer in layers:
-                yield from layer.weights(f"{prefix}experts.{expert}.")
+                yield from layer.weights(f"{prefix}{names.experts}.{expert}.")
         if self.shared is not None:
-            yield from self.shared.weights(f"{prefix}shared_expert.")
+            yield from self.shared.weights(f"{prefix}{names.shared}.")
+        if self.shared_gate is not None:
             yield from self.shared_gate.weights(prefix)

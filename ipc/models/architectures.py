@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import ModelLoadError
 from .decoder_config import DecoderConfig, parse_decoder_config
 from .encoders import ENCODERS, EncoderArchitecture
-from .experts_config import ExpertsFormat
+from .experts_config import ExpertsFormat, sparse_steps
 from .forms import GENERATE, family_and_form
 
 TEXT_PREFIX = "language_model."  # of the tensors in a multimodal model's text part
@@ -134,7 +134,7 @@ class Architecture:
         yield from ((f"{name}.weight", [hidden]) for name in self.norms if name is not None)
 
 
-_EXPERTS = ("num_experts", "num_local_experts")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", honours=("attention_bias", "mlp_bias", "is_causal")),
     "MistralForCausalLM": Architecture("mistral", honours=("sliding_window", "is_causal")),
@@ -259,7 +259,11 @@ ARCHITECTURES = {
             "shared_expert_intermediate_size": 5632,
             "num_experts_per_tok": 4,
         },
-        experts=ExpertsFormat("moe_intermediate_size", has_shared=True, has_dense_layers=True),
+        experts=ExpertsFormat(
+            "moe_intermediate_size",
+            shared_size="shared_expert_intermediate_size",
+            dense_layers=sparse_steps,
+        ),
     ),
     "Qwen3MoeForCausalLM": Architecture(
         "qwen3_moe",
@@ -270,7 +274,7 @@ ARCHITECTURES = {
             "moe_intermediate_size": 768,
             "num_experts_per_tok": 8,
         },
-        experts=ExpertsFormat("moe_intermediate_size", has_dense_layers=True),
+        experts=ExpertsFormat("moe_intermediate_size", dense_layers=sparse_steps),
     ),
     "OlmoeForCausalLM": Architecture(
         "olmoe",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.models.architectures import ARCHITECTURES
-from quire.ipc.models.experts_config import ExpertsConfig
+from quire.ipc.models.experts_config import ExpertsConfig, ExpertsFormat, first_layers
 from quire.tests.tiny_models import make_tiny_config
 
 
@@ -68,3 +68,56 @@ def test_the_number_of_experts_has_two_names() -> None:
 def test_mistakes_are_named(kind: str, change: dict[str, object], words: str) -> None:
     with pytest.raises(ModelLoadError, match=words):
         parse(kind, **change)
+
+
+def test_a_sigmoid_router_with_groups_and_a_shared_expert() -> None:
+    """The keys of DeepSeek V3 and of Nemotron 3."""
+    names = ExpertsFormat(
+        "moe_intermediate_size",
+        scoring="sigmoid",
+        correction="gate.e_score_correction_bias",
+        scale="routed_scaling_factor",
+        num_groups="n_group",
+        top_groups="topk_group",
+        num_shared="n_shared_experts",
+        shared_size="moe_intermediate_size",
+        shared="shared_experts",
+        shared_gate=None,
+        dense_layers=first_layers("first_k_dense_replace"),
+        latent_size="moe_latent_size",
+        is_optional=True,
+        block="",
+        gate=None,
+    )
+    keys = {
+        "num_hidden_layers": 3,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "moe_latent_size": 16,
+    }
+    config = names.parse(keys)
+    assert config == ExpertsConfig(
+        *(8, 2, 24, True, names, 48, (0,)),
+        scale=2.5,
+        num_groups=4,
+        top_groups=2,
+        latent_size=16,
+    )
+    shapes = dict(names.weight_shapes(config, 32))
+    assert len(shapes) == 2 + 2 + 8 * 2 + 2
+    assert shapes["gate.e_score_correction_bias"] == [8]
+    assert shapes["fc1_latent_proj.weight"] == [16, 32]
+    assert shapes["experts.7.down_proj.weight"] == [16, 24]
+    assert shapes["shared_experts.up_proj.weight"] == [48, 32]
+    assert names.parse(keys | {"n_routed_experts": 0}) is None
+    with pytest.raises(ModelLoadError, match="n_group must be a divisor of the 8 experts"):
+        names.parse(keys | {"n_group": 8})
+    with pytest.raises(ModelLoadError, match="topk_group must be an integer from 1 to 4"):
+        names.parse(keys | {"topk_group": 5})

@@ -52,6 +52,7 @@ FILE_TYPES = {
     38: "MXFP4_MOE",
     39: "NVFP4",
     40: "Q1_0",
+    41: "Q2_0",
 }
 GUESSED = 1024  # added to the number where it was derived from the tensors
 METHODS_IN_NAMES = ("awq", "gptq")  # quantization methods that models are named after

@@ -69,6 +69,12 @@ _TYPES = {
     39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
+    42: ("Q2_0", 64, 18),
+}
+# What a size that does not agree with the file may mean: the number of Q2_0 was in use for other
+# blocks before llama.cpp had the type.
+_OTHER_BLOCKS = {
+    "Q2_0": "; blocks of 128 numbers, as in the first files of Ternary Bonsai, are not supported"
 }
 BLOCK_SIZES = {name: (elements, size) for name, elements, size in _TYPES.values()}
 
@@ -281,16 +287,19 @@ class _Header:
             if start + offset + num_bytes > self.size:
                 raise self.unsound(
                     f"tensor {name:.100} ends {start + offset + num_bytes - self.size:,} bytes "
-                    f"after the file"
+                    f"after the file{_OTHER_BLOCKS.get(type_name, '')}"
                 )
             if name in tensors:
                 raise self.unsound(f"tensor {name:.100} is there twice")
             tensors[name] = GGUFTensor(name, shape, type_name, self.path, start + offset, num_bytes)
-        end = 0
+        end, last_type = 0, ""
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
             if tensor.offset < end:
-                raise self.unsound(f"tensor {tensor.name:.100} overlaps the one before it")
-            end = tensor.offset + tensor.num_bytes
+                raise self.unsound(
+                    f"tensor {tensor.name:.100} overlaps the one before it"
+                    f"{_OTHER_BLOCKS.get(last_type, '')}"
+                )
+            end, last_type = tensor.offset + tensor.num_bytes, tensor.type
         return tensors
 
     def tensor(self, index: int) -> tuple[str, tuple[int, ...], str, int]:

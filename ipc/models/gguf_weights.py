@@ -25,8 +25,8 @@ _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 # kernels/reference/gguf_blocks.py dequantizes these types.
 READABLE_TYPES = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K"),
-    *("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", "IQ2_XXS", "IQ2_XS"),
-    *("IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "NVFP4"),
+    *("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0"),
+    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "NVFP4"),
 )
 VECTOR_TYPES = READABLE_TYPES[:3]  # of norms and biases
 # Native kernels multiply these types. Blocks of a type without kernels are packed again at load, to
@@ -43,6 +43,8 @@ MEMORY_TYPES = {type: type for type in _WITH_KERNELS} | {
     "IQ4_XS": "Q8_0",
     "TQ1_0": "Q4_0",
     "TQ2_0": "Q4_0",
+    "Q1_0": "Q4_0",
+    "Q2_0": "Q4_0",
     "IQ2_XXS": "Q8_0",
     "IQ2_XS": "Q8_0",
     "IQ2_S": "Q8_0",

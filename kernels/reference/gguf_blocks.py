@@ -83,6 +83,16 @@ def _bf16(blocks: Tensor) -> Tensor:
     return blocks.contiguous().view(torch.bfloat16).float()
 
 
+def _q1_0(blocks: Tensor) -> Tensor:
+    scale, bits = split(blocks, 2, 16)
+    return half(scale) * (unpack_bits(bits, 1, 1).float() * 2 - 1)
+
+
+def _q2_0(blocks: Tensor) -> Tensor:
+    scale, numbers = split(blocks, 2, 16)
+    return half(scale) * (unpack_bits(numbers, 2, 1).float() - 1)
+
+
 def _q4_0(blocks: Tensor) -> Tensor:
     scale, numbers = split(blocks, 2, 16)
     return half(scale) * (unpack_bits(numbers, 4, 16).float() - 8)
@@ -273,6 +283,8 @@ TYPES = {
     "MXFP4": BlockType(32, 17, _mxfp4),
     "TQ1_0": BlockType(256, 54, _tq1_0),
     "TQ2_0": BlockType(256, 66, _tq2_0),
+    "Q1_0": BlockType(128, 18, _q1_0),
+    "Q2_0": BlockType(64, 18, _q2_0),
 } | {
     type: BlockType(columns, num_bytes, _product(parts))
     for type, (columns, num_bytes, parts) in CODEBOOK_TYPES.items()

@@ -1,4 +1,6 @@
-"""Every block type of GGUF files against the `gguf` package, bit by bit."""
+"""Every block type of GGUF files against the `gguf` package, bit by bit, and those that the package
+cannot read against the loops of ggml-quants.c, written in numpy.
+"""
 
 import gguf
 import numpy as np
@@ -29,9 +31,12 @@ HALVES = {
     "IQ1_S": [0],
     "TQ1_0": [52],
     "TQ2_0": [64],
+    "Q1_0": [0],
+    "Q2_0": [0],
     "F16": [0],
 }
 EXTREMES = [0.0, -0.0, 2**-24, -(2**-24), 2**-14, 65504.0, -65504.0, 1.0, 1 / 3]
+OWN_BYTES = {"Q1_0": (128, 18), "Q2_0": (64, 18)}  # columns and bytes of types that gguf lacks
 NUMBERS = {"F32": torch.float32, "BF16": torch.bfloat16}
 
 
@@ -56,13 +61,28 @@ def random_blocks(type: str, rows: int, blocks: int) -> torch.Tensor:
     return bits.view(rows, -1)
 
 
+def expected_weights(type: str, packed: np.ndarray) -> np.ndarray:
+    if type not in OWN_BYTES:
+        with np.errstate(over="ignore"):  # MXFP4: 12 * 2**127 is infinite
+            return gguf.dequantize(packed, gguf.GGMLQuantizationType[type])
+    columns, num_bytes = OWN_BYTES[type]
+    width = 8 * (num_bytes - 2) // columns
+    weights = []
+    for block in packed.reshape(-1, num_bytes):
+        scale = block[:2].view(np.float16)[0].astype(np.float32)
+        for j in range(columns):
+            number = int(block[2 + j * width // 8]) >> j * width % 8 & 2**width - 1
+            whole = number - 1 if type == "Q2_0" else 1 if number else -1
+            weights.append(np.float32(whole) * scale)
+    return np.array(weights, dtype=np.float32).reshape(len(packed), -1)
+
+
 @pytest.mark.parametrize("type", TYPES)
 @pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (3, 5), (64, 8)])
 def test_dequantizes_as_gguf_does(type, rows, blocks, monkeypatch):
     monkeypatch.setattr(gguf_blocks, "PIECE", 7 * 256)  # several pieces, the last one shorter
     packed = random_blocks(type, rows, blocks)
-    with np.errstate(over="ignore"):  # MXFP4: 12 * 2**127 is infinite
-        expected = gguf.dequantize(packed.numpy(), gguf.GGMLQuantizationType[type])
+    expected = expected_weights(type, packed.numpy())
     result = dequantize(packed, type)
     assert result.shape == expected.shape == (rows, blocks * TYPES[type].columns)
     assert not np.isnan(expected).any() and expected.any()
@@ -71,7 +91,9 @@ def test_dequantizes_as_gguf_does(type, rows, blocks, monkeypatch):
 
 @pytest.mark.parametrize("type", TYPES)
 def test_sizes_are_those_of_gguf(type):
-    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]] == TYPES[type][:2]
+    own = OWN_BYTES.get(type)
+    sizes = own or gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
+    assert sizes == TYPES[type][:2]
     assert row_bytes(512, type) == 512 // TYPES[type].columns * TYPES[type].num_bytes
 
 
@@ -84,8 +106,8 @@ def test_a_row_may_lie_anywhere():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="type Q1_0 is not supported; supported: F32, F16"):
-        dequantize(torch.zeros(1, 18, dtype=torch.uint8), "Q1_0")
+    with pytest.raises(ValueError, match="type Q8_1 is not supported; supported: F32, F16"):
+        dequantize(torch.zeros(1, 36, dtype=torch.uint8), "Q8_1")
     with pytest.raises(ValueError, match="Q8_0 needs rows of bytes in blocks of 34"):
         dequantize(torch.zeros(1, 35, dtype=torch.uint8), "Q8_0")
     with pytest.raises(ValueError, match="100 weights is not a whole number of Q4_0 blocks of 32"):

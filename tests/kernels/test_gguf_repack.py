@@ -8,7 +8,7 @@ from quire.kernels.reference.gguf_repack import TYPES as REPACKED
 from quire.kernels.reference.gguf_repack import repack
 from quire.tests.kernels.test_gguf_blocks import random_blocks
 
-EXACT = ("Q3_K", "TQ1_0", "TQ2_0", "IQ3_S", "IQ1_S", "IQ1_M")
+EXACT = ("Q3_K", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "IQ3_S", "IQ1_S", "IQ1_M")
 SCALES_ROUNDED = ("IQ4_XS", "IQ2_XXS", "IQ3_XXS")
 ROUNDED = ("Q2_K", "IQ2_XS", "IQ2_S", "NVFP4")
 USUAL_SCALES = {"Q2_K": [80, 82], "IQ1_M": []} | {

@@ -27,7 +27,7 @@ from quire.kernels.reference.gguf_blocks import TYPES
 from quire.tests.executor.driver import generate, make_config, start_executor
 from quire.tests.gguf_checkpoints import frequency_factors, write_gguf
 from quire.tests.kernels.native.conftest import NEEDS_LIBRARY
-from quire.tests.kernels.test_gguf_blocks import random_blocks
+from quire.tests.kernels.test_gguf_blocks import expected_weights, random_blocks
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -286,14 +286,14 @@ def test_an_embedding_of_its_own_stays_blocks(checkpoint, tmp_path):
 
 
 @needs_native
-@pytest.mark.parametrize("type", ["IQ1_M", "IQ2_XXS", "IQ2_S", "IQ3_S", "NVFP4"])
-def test_codebooks_are_packed_again(type, checkpoint, tmp_path):
+@pytest.mark.parametrize("type", ["IQ1_M", "IQ2_XXS", "IQ2_S", "IQ3_S", "NVFP4", "Q1_0"])
+def test_types_without_kernels_are_packed_again(type, checkpoint, tmp_path):
     directory, path = checkpoint("qwen2"), tmp_path / "model.gguf"
     write_gguf(path, directory)
     # every other block has an extreme scale
     blocks = random_blocks(type, 2 * 320 * 256 // TYPES[type].columns, 1)[::2].reshape(320, -1)
     path = rewrite(path, put("output.weight", blocks, gguf.GGMLQuantizationType[type]))
-    weight = torch.from_numpy(gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[type]))
+    weight = torch.from_numpy(expected_weights(type, blocks.numpy()))
     assert torch.equal(load(path, directory)["lm_head.weight"], weight)
     model, _ = build(path, directory, torch.bfloat16)
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -44,7 +44,7 @@ def test_block_sizes_are_those_of_the_gguf_package() -> None:
         for kind in gguf.GGMLQuantizationType
         if kind.name not in computed_only
     }
-    assert expected == _TYPES
+    assert expected | {42: ("Q2_0", 64, 18)} == _TYPES  # which the package lacks
     assert BLOCK_SIZES["Q4_K"] == (256, 144)
 
 
@@ -169,6 +169,25 @@ def test_an_invalid_file_is_refused_in_one_sentence(
     path = tmp_path / "a.gguf"
     path.write_bytes(content)
     with pytest.raises(ModelLoadError, match=problem if "[" in problem else re.escape(problem)):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("num_after", "problem"),
+    [(0, "ends 128 bytes after the file"), (128, "overlaps the one before it")],
+)
+def test_other_blocks_with_the_number_of_q2_0_are_refused(
+    tmp_path: Path, num_after: int, problem: str
+) -> None:
+    """A block of 128 numbers takes less than two of 64."""
+    path, num_bytes = tmp_path / "a.gguf", 64 * 34
+    infos = b"".join(
+        pack("<Q1sIQQIQ", 1, name, 2, 128, 64, 42, offset)
+        for name, offset in ((b"t", 0), (b"u", num_bytes))
+    )
+    head = pack("<4sIQQ", b"GGUF", 3, 2, 0) + infos
+    path.write_bytes(head + bytes(-len(head) % 32 + 2 * num_bytes + num_after))
+    with pytest.raises(ModelLoadError, match=f"tensor u {problem}; blocks of 128 numbers"):
         read_gguf(path)
 
 

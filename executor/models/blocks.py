@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ...ipc.models.architectures import PLAIN_NAMES, TensorNames
 from ...ipc.models.decoder_config import DecoderConfig
 from ...kernels.ops import AttentionMetadata
 from .layers import LayerFactory, Rope, Weights
@@ -36,24 +37,26 @@ class Attention:
         qk_norm_whole: bool = False,
         is_merged: bool = False,
         has_sinks: bool = False,
+        names: TensorNames = PLAIN_NAMES,
     ):
         """`layer` is the index in the stack, and `ropes` come from make.ropes. For qk_norm_whole,
-        is_merged and has_sinks see ipc/models/architectures.py.
+        is_merged, has_sinks and names see ipc/models/architectures.py.
         """
+        own = config.layer(layer)
         # the numbers of heads that this rank has
         self.num_heads = make.share(config.num_attention_heads, "num_attention_heads")
-        self.num_kv_heads = make.share(config.num_key_value_heads, "num_key_value_heads")
-        self.head_dim = config.head_dim
+        self.num_kv_heads = make.share(own.num_kv_heads, "num_key_value_heads")
+        self.head_dim = own.head_dim
         q_rows = config.num_attention_heads * self.head_dim
-        kv_rows = config.num_key_value_heads * self.head_dim
+        kv_rows = own.num_kv_heads * self.head_dim
         shards = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         if is_merged:
             shards = {"qkv_proj": q_rows + 2 * kv_rows}
         self.qkv_proj = make.linear(config.hidden_size, shards, qkv_bias, unit=self.head_dim)
-        self.o_proj = make.row_linear("o_proj", q_rows, config.hidden_size, o_bias)
+        self.o_proj = make.row_linear(names.o_proj, q_rows, config.hidden_size, o_bias)
         q_size, k_size = (q_rows, kv_rows) if qk_norm_whole else (self.head_dim, self.head_dim)
-        self.q_norm = make.norm("q_norm", q_size, config) if qk_norm else None
-        self.k_norm = make.norm("k_norm", k_size, config) if qk_norm else None
+        self.q_norm = make.norm(names.q_norm, q_size, config) if qk_norm else None
+        self.k_norm = make.norm(names.k_norm, k_size, config) if qk_norm else None
         self.sinks = make.parameter(self.num_heads, dtype=torch.float32) if has_sinks else None
         self.rope = rope = ropes[layer]
         self.scale = config.attention_scale
@@ -182,8 +185,6 @@ def attention_for(config: DecoderConfig) -> type[Attention]:
 class GatedMLP:
     """down(activation(gate(x)) * up(x))"""
 
-    name = "mlp"
-
     def __init__(
         self,
         make: LayerFactory,
@@ -192,12 +193,14 @@ class GatedMLP:
         bias: bool,
         is_merged: bool = False,
         size: int = 0,
+        names: TensorNames = PLAIN_NAMES,
     ):
         """size: the inner size; the default is the config's intermediate_size."""
+        self.name = names.mlp
         size = size or config.intermediate_size
-        shards = {"gate_up_proj": 2 * size} if is_merged else {"gate_proj": size, "up_proj": size}
+        shards = {"gate_up_proj": 2 * size} if is_merged else {names.gate: size, names.up: size}
         self.gate_up_proj = make.linear(config.hidden_size, shards, bias)
-        self.down_proj = make.row_linear("down_proj", size, config.hidden_size, bias)
+        self.down_proj = make.row_linear(names.down, size, config.hidden_size, bias)
         self.activate = getattr(make.ops, f"{config.activation}_and_mul")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

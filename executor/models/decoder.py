@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...ipc.models.architectures import PRE_NORMS, Architecture, LayerNorms
+from ...ipc.models.architectures import (
+    PLAIN_NAMES,
+    PRE_NORMS,
+    Architecture,
+    LayerNorms,
+    TensorNames,
+)
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.ranks import head_in_layers
 from ...kernels.ops import AttentionMetadata
-from ..model import Model, RoutedTokens
+from ..model import Model, RoutedTokens, StateLayer
 from ..pooling.heads import PoolingHead, TokenScore, make_head
 from .blocks import Attention, GatedMLP, attention_for
 from .experts import MixtureOfExperts
 from .layers import Embedding, LayerFactory, Linear, RMSNorm, Weights
 from .linear import GatheredHead
+from .recurrent import MIXERS, Mixer
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -36,37 +43,106 @@ class MLP(Protocol):
     def weights(self, prefix: str) -> Weights: ...
 
 
+class ResidualBlock(NamedTuple):
+    """Reads the residual stream through the norm `before`. Its result goes through the norm `after`
+    and is added to the stream. It may lack these norms.
+    """
+
+    block: Any  # called with x, positions and metadata if it is a mixer of tokens, else with x
+    is_mixer: bool
+    before: RMSNorm | None
+    after: RMSNorm | None
+
+    def compute(
+        self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """x [T, hidden_size], normed -> [T, hidden_size], what `block` returns."""
+        return self.block(x, positions, metadata) if self.is_mixer else self.block(x)
+
+
+class BothMixers:
+    """The sum of attention and of a recurrent mixer that read the same input."""
+
+    def __init__(self, self_attn: Attention, mixer: Mixer, ops: Any):
+        self.self_attn, self.mixer, self.ops = self_attn, mixer, ops
+
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """x [T, hidden_size], positions [T] i64 -> [T, hidden_size]"""
+        total = self.self_attn(x, positions, metadata)
+        self.ops.add(self.mixer(x, positions, metadata), total)
+        return total
+
+
 class DecoderLayer:
-    """Attention and MLP. Each reads the residual stream through its norm `before`. Its result goes
-    through its norm `after` and is added to the stream. A layer may lack some of these norms.
+    """A list of residual blocks: attention, a recurrent mixer, or both side by side, and an MLP. A
+    layer may lack the first or the last of these.
     """
 
     def __init__(
         self,
         make: LayerFactory,
         config: DecoderConfig,
-        self_attn: Attention,
-        mlp: MLP,
+        self_attn: Attention | None,
+        mlp: MLP | None,
         norms: LayerNorms,
+        mixer: Mixer | None = None,
+        names: TensorNames = PLAIN_NAMES,
     ):
-        self.self_attn = self_attn
-        self.mlp = mlp
-        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
-            None if name is None else make.norm(name, config.hidden_size, config) for name in norms
-        )
+        self.self_attn, self.mixer, self.mlp = self_attn, mixer, mlp
+        both: Any = self_attn if mixer is None else mixer
+        if self_attn is not None and mixer is not None:
+            both = BothMixers(self_attn, mixer, make.ops)
+        before_mixer, after_mixer, before_mlp, after_mlp = norms
+        kinds = (both, True, before_mixer, after_mixer), (mlp, False, before_mlp, after_mlp)
+
+        def norm(name: str | None) -> RMSNorm | None:
+            return None if name is None else make.norm(name, config.hidden_size, config)
+
+        self.blocks = [
+            ResidualBlock(block, is_mixer, norm(before), norm(after))
+            for block, is_mixer, before, after in kinds
+            if block is not None
+        ]
+        # here they can be found by those that trace the model
+        self.norms = [one for block in self.blocks for one in block[2:] if one is not None]
+        self._names = names
 
     def weights(self, prefix: str) -> Weights:
-        yield from self.self_attn.weights(f"{prefix}self_attn.")
-        yield from self.mlp.weights(f"{prefix}{self.mlp.name}.")
-        for norm in (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp):
-            if norm is not None:
-                yield from norm.weights(prefix)
+        if self.self_attn is not None:
+            yield from self.self_attn.weights(f"{prefix}{self._names.attention}.")
+        if self.mixer is not None:
+            yield from self.mixer.weights(f"{prefix}{self._names.mixer}.")
+        if self.mlp is not None:
+            yield from self.mlp.weights(f"{prefix}{self.mlp.name}.")
+        for norm in self.norms:
+            yield from norm.weights(prefix)
+
+
+def make_layer(
+    make: LayerFactory,
+    config: DecoderConfig,
+    index: int,
+    make_attention: Callable[[int], Attention],
+    make_mlp: Callable[[int], MLP],
+    norms: LayerNorms,
+    names: TensorNames,
+) -> DecoderLayer:
+    """Makes the blocks that the configuration says a layer has."""
+    own, mixer = config.layer(index), None
+    attention = make_attention(index) if own.has_attention else None
+    if own.mixer is not None:
+        mixer = MIXERS[type(own.mixer)](make, config.hidden_size, own.mixer)
+    mlp = make_mlp(index) if own.has_mlp else None
+    return DecoderLayer(make, config, attention, mlp, norms, mixer, names)
 
 
 class Decoder(Model):
     """A causal language model.
 
-    `make_attention` and `make_mlp`, functions of the layer's index, build the blocks of a layer.
+    `make_attention` and `make_mlp`, functions of the layer's index, build these blocks of the
+    layers that have them (DecoderConfig.layer).
     """
 
     def __init__(
@@ -77,9 +153,10 @@ class Decoder(Model):
         make_mlp: Callable[[int], MLP],
         norms: LayerNorms = PRE_NORMS,
         embedding_scale: float | None = None,
+        names: TensorNames = PLAIN_NAMES,
     ):
         """embedding_scale: the default is the config's."""
-        self.config = config
+        self.config, self.names = config, names
         self.ops = make.ops
         self.embedding_scale = config.embedding_scale
         if embedding_scale is not None:
@@ -90,7 +167,7 @@ class Decoder(Model):
         if self.stages.is_first or (self.stages.is_last and is_tied):
             head = "lm_head" if self.stages.is_last and is_tied else None
             self.embed_tokens = make.embedding(
-                "embed_tokens", config.vocab_size, config.hidden_size, head
+                names.embedding, config.vocab_size, config.hidden_size, head
             )
         # the experts of each layer that other engines have
         self.other_experts: set[int] = set()
@@ -100,14 +177,18 @@ class Decoder(Model):
         # the layers of this stage
         self.layer_range = self.stages.layers_of(config.num_hidden_layers, head_in_layers(config))
         self.layers = [
-            DecoderLayer(make, config, make_attention(i), make_mlp(i), norms)
-            for i in self.layer_range
+            make_layer(make, config, index, make_attention, make_mlp, norms, names)
+            for index in self.layer_range
         ]
         # the residual stream of a stage after the first one, [tokens, hidden_size]
         self.state, self._device = torch.empty(0), make.device
         self.norm: RMSNorm | None = None
         if self.stages.is_last:
-            self.norm = make.norm("norm", config.hidden_size, config)
+            self.norm = make.norm(names.final_norm, config.hidden_size, config)
+        # by layer and block: the norm before what follows
+        befores = [block.before for layer in self.layers for block in layer.blocks]
+        following = iter([*befores[1:], self.norm])
+        self._following = [[next(following) for _ in layer.blocks] for layer in self.layers]
         self.has_head = config.has_lm_head and self.stages.is_last
         self.head: PoolingHead = make_head(make, config.head)
         self.lm_head: Linear | GatheredHead | None = None
@@ -134,22 +215,23 @@ class Decoder(Model):
         options = {
             name: True for name in ("qk_norm_whole", "is_merged", "has_sinks") if getattr(row, name)
         }
+        named = {} if row.names == PLAIN_NAMES else {"names": row.names}
         merged = {"is_merged": True} if row.is_merged else {}
 
         def make_attention(layer: int) -> Attention:
             kind = attention_for(config)
-            own = {**biases, "qk_norm": row.qk_norm, **options}
+            own = {**biases, "qk_norm": row.qk_norm, **options, **named}
             return make.block(kind, config, layer, ropes, **own)
 
         def make_mlp(layer: int) -> MLP:
             if config.experts is None or layer in config.experts.dense_layers:
-                return make.block(GatedMLP, config, layer, bias=config.mlp_bias, **merged)
+                return make.block(GatedMLP, config, layer, bias=config.mlp_bias, **merged, **named)
             return make.block(MixtureOfExperts, config, layer)
 
         scale = config.embedding_scale
         if row.scaled_embedding:  # transformers multiplies by a number of the model's dtype
             scale = torch.tensor(scale, dtype=make.dtype).item()
-        return cls(make, config, make_attention, make_mlp, row.norms, scale)
+        return cls(make, config, make_attention, make_mlp, row.norms, scale, row.names)
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
@@ -165,19 +247,15 @@ class Decoder(Model):
                 self.ops.scale(residual, self.embedding_scale)
         else:
             residual = self.state[: len(token_ids)]
-        norm = self.layers[0].before_attention
+        norm = self.layers[0].blocks[0].before
         x = block = residual if norm is None else norm(residual)
-        for i, layer in enumerate(self.layers):
+        for i, (layer, following) in enumerate(zip(self.layers, self._following)):
             if self.taps is not None:
                 self.taps(i, residual)
-            x = layer.self_attn(x, positions, metadata)
-            check_block(layer.self_attn, x, residual)
-            x = self._add(x, residual, layer.after_attention, layer.before_mlp)
-            x = block = layer.mlp(x)
-            check_block(layer.mlp, x, residual)
-            is_last = i + 1 == len(self.layers)
-            following = self.norm if is_last else self.layers[i + 1].before_attention
-            x = self._add(x, residual, layer.after_mlp, following)
+            for part, before in zip(layer.blocks, following):
+                x = block = part.compute(x, positions, metadata)
+                check_block(part.block, x, residual)
+                x = self._add(x, residual, part.after, before)
         if not (self.stages.is_first or self.stages.is_last):
             return block  # the stream is in `state`; a program's result is that of a kernel
         return x
@@ -231,13 +309,13 @@ class Decoder(Model):
         """The weight-name table: every name that the checkpoint must have, with the tensor that it
         fills.
         """
-        prefix = self.config.name_prefix
+        prefix, base = self.config.name_prefix, self.config.base_prefix
         if self.embed_tokens is not None:
-            yield from self.embed_tokens.weights(f"{prefix}model.")
+            yield from self.embed_tokens.weights(base)
         for i, layer in zip(self.layer_range, self.layers):
-            yield from layer.weights(f"{prefix}model.layers.{i}.")
+            yield from layer.weights(f"{base}layers.{i}.")
         if self.norm is not None:
-            yield from self.norm.weights(f"{prefix}model.")
+            yield from self.norm.weights(base)
         if self.lm_head is not None and not self.config.tie_word_embeddings:
             yield from self.lm_head.weights(prefix)
         yield from self.head.weights(prefix)
@@ -246,8 +324,8 @@ class Decoder(Model):
         """Names that a checkpoint may have in addition, with the names whose tensors they must
         equal.
         """
-        prefix = self.config.name_prefix
-        head, table = f"{prefix}lm_head.weight", f"{prefix}model.embed_tokens.weight"
+        head = f"{self.config.name_prefix}lm_head.weight"
+        table = f"{self.config.base_prefix}{self.names.embedding}.weight"
         is_tied = self.has_head and self.config.tie_word_embeddings
         is_tied = is_tied and self.embed_tokens is not None
         return {head: table} if is_tied else {}
@@ -259,11 +337,11 @@ class Decoder(Model):
                 return True
         if self.stages.count == 1:
             return False
-        prefix = self.config.name_prefix
-        if not name.startswith(f"{prefix}model.layers."):
-            others = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-            return name.removeprefix(prefix) in others
-        layer = name.removeprefix(f"{prefix}model.layers.").partition(".")[0]
+        base, names = self.config.base_prefix, self.names
+        if not name.startswith(f"{base}layers."):
+            own = (f"{base}{one}.weight" for one in (names.embedding, names.final_norm))
+            return name in (*own, f"{self.config.name_prefix}lm_head.weight")
+        layer = name.removeprefix(f"{base}layers.").partition(".")[0]
         is_layer = layer.isdecimal() and int(layer) < self.config.num_hidden_layers
         return is_layer and int(layer) not in self.layer_range
 
@@ -273,10 +351,16 @@ class Decoder(Model):
         return {i: routed for i, routed in zip(self.layer_range, blocks) if routed is not None}
 
     def attention_layers(self) -> list[Attention]:
-        """The attention layers in order; each owns its key_cache and value_cache. The list is empty
+        """The attention layers that own a key_cache and a value_cache, in order. The list is empty
         for a model whose tokens see the whole text: it has no cache.
         """
-        return [] if self.config.is_bidirectional else [layer.self_attn for layer in self.layers]
+        owners = self.config.cache_layers
+        found = [layer.self_attn for i, layer in zip(self.layer_range, self.layers) if i in owners]
+        return [one for one in found if one is not None]
+
+    def state_layers(self) -> list[StateLayer]:
+        """The recurrent mixers, in order."""
+        return [layer.mixer for layer in self.layers if layer.mixer is not None]
 
 
 def check_block(block: Any, x: torch.Tensor, residual: torch.Tensor) -> None:

@@ -199,14 +199,15 @@ class MTPHead(DraftHead):
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """token_ids [T], positions [T] -> [T, hidden_size], normed"""
-        state, layer = self.state[: len(token_ids)], self.layer
+        state = self.state[: len(token_ids)]
+        attention, mlp = self.layer.blocks
         residual = self.hidden_proj(self.hidden_norm(state))
         token = self.token_norm(self.embed_tokens(token_ids))
         self.ops.add(self.token_proj(token), residual)
-        assert layer.before_attention is not None and layer.before_mlp is not None
-        x = self.self_attn(layer.before_attention(residual), positions, metadata)
-        layer.before_mlp.add(x, residual)
-        x = layer.mlp(x)
+        assert attention.before is not None and mlp.before is not None
+        x = attention.compute(attention.before(residual), positions, metadata)
+        mlp.before.add(x, residual)
+        x = mlp.compute(x, positions, metadata)
         self.norm.add(x, residual)
         self.ops.scale(state, 0.0)
         self.ops.add(x, state)

@@ -7,6 +7,7 @@ the factory, never to branches in a model.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from ..device import free_bytes
 from ..groups.expert_group import ALL_EXPERTS, ExpertGroup
 from ..groups.tensor_group import ALONE, TensorGroup
 from ..weights.packed_rows import PackedRows, copy_weights
-from ..weights.table import Slice, Weight, stored_shape
+from ..weights.table import RowOrder, Slice, Weight, stored_shape
 from .adapters import AdapterRows, EmbeddingAdapters, LinearAdapters
 from .layer_registry import Layer, choose_layer
 from .linear import Embedding as Embedding
@@ -40,6 +41,7 @@ from .linear import Weights as Weights
 from .rope import make_cos_sin_cache, query_scales
 
 logger = logging.getLogger(__name__)
+NO_ORDERS: Mapping[str, RowOrder] = {}
 
 
 class Rope(NamedTuple):
@@ -116,8 +118,7 @@ class LayerFactory:
             copy_weights(tensor, values)
             return
         if tensor.part is not None:
-            assert isinstance(values, torch.Tensor)
-            values = tensor.part.of(values)
+            values = _part_of(values, tensor.part)
         if tensor.offset:
             assert isinstance(values, torch.Tensor)
             values = values.double() + tensor.offset
@@ -185,18 +186,22 @@ class LayerFactory:
         unit: int = 1,
         *,
         takes_adapters: bool = True,
+        orders: Mapping[str, RowOrder] = NO_ORDERS,
     ) -> Linear:
         """Makes projections of one input, merged into one multiplication.
 
         Under tensor parallelism a rank keeps a part of the rows of every shard, in whole units (the
         rows of a head). Where a shard has fewer units than there are ranks, several ranks have the
         same unit. takes_adapters: whether LoRA applies, where the model's layers have adapters.
+        orders: of shards whose rows the checkpoint has in another order. They are not divided among
+        ranks, and take no adapters.
         """
         ranges = {name: self.group.range_of(rows, unit) for name, rows in shards.items()}
         own = {name: end - begin for name, (begin, end) in ranges.items()}
-        rows, parts = sum(own.values()), []
+        rows, parts = sum(own.values()), [orders.get(name) for name in shards] if orders else []
         if self.group.size > 1:
             parts = [Slice(0, *ranges[name], shards[name]) for name in shards]
+        takes_adapters = takes_adapters and not orders
         weight = self.parameter(rows, in_features)
         return Linear(
             own,
@@ -357,14 +362,15 @@ class LayerFactory:
 
         Raises NotEnoughMemoryError where a table and what makes it exceed the free memory.
         """
-        tables: dict[str, Rope | None] = {}
-        wanted = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
-        for rope in wanted:
-            if repr(rope) not in tables:
-                tables[repr(rope)] = (
-                    None if rope is None else self._rope(rope, config.head_dim, num_positions)
-                )
-        return [tables[repr(rope)] for rope in wanted]
+        tables: dict[tuple[str, int], Rope | None] = {}
+        keys = []
+        for layer in range(config.num_hidden_layers):
+            rope, head_dim = config.rope_of(layer), config.layer(layer).head_dim
+            keys.append((repr(rope), head_dim))
+            if keys[-1] not in tables:
+                made = None if rope is None else self._rope(rope, head_dim, num_positions)
+                tables[keys[-1]] = made
+        return [tables[key] for key in keys]
 
     def _rope(self, rope: dict[str, Any], head_dim: int, num_positions: int) -> Rope:
         num_bytes = 3 * num_positions * head_dim * 4
@@ -392,3 +398,12 @@ class LayerFactory:
             for form in (getattr(pack, name, None) for name in ("from_parts", "from_arrays"))
         )
         return Packer(partial(pack, **options), from_parts, from_arrays, self.ops.pack_gguf_linear)
+
+
+def _part_of(
+    values: torch.Tensor | PackedRows, part: Slice | RowOrder
+) -> torch.Tensor | PackedRows:
+    if isinstance(values, torch.Tensor):
+        return part.of(values)
+    assert isinstance(part, RowOrder)  # quantized weights are not divided (ipc/models/ranks.py)
+    return PackedRows(part.of(values.rows), values.type)

@@ -28,9 +28,22 @@ class Slice(NamedTuple):
         return shape
 
 
+class RowOrder(NamedTuple):
+    """The rows of a stored tensor, in another order."""
+
+    rows: torch.Tensor  # [rows] i64: the stored row of each row
+
+    def of(self, stored: torch.Tensor) -> torch.Tensor:
+        return stored[self.rows]
+
+    def stored_shape(self, part: torch.Tensor) -> list[int]:
+        return list(part.shape)
+
+
 class Weight(torch.Tensor):
     """A tensor of the weight-name table that LayerFactory.fill does not just copy values into:
-    `layer` takes them (its method fill), a rank keeps a `part` of them, or an `offset` is added.
+    `layer` takes them (its method fill), a rank keeps a `part` of them or has their rows in another
+    order, or an `offset` is added.
 
     `shard` is the index of the projection in a merged linear layer.
     """
@@ -46,7 +59,7 @@ class Weight(torch.Tensor):
         tensor: torch.Tensor,
         layer: Any = None,
         shard: int = 0,
-        part: Slice | None = None,
+        part: Slice | RowOrder | None = None,
         offset: float = 0.0,
     ):
         self.layer, self.shard, self.part, self.offset = layer, shard, part, offset

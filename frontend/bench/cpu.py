@@ -17,6 +17,7 @@ import msgspec
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidParameterError, QuireError
 from ...ipc.models.decoder_config import DecoderConfig
+from ...ipc.models.ranks import multiplied_weights
 from ..model_info.model_sizes import DTYPE_BYTES, kv_bytes_per_token, measure_model
 
 STEP_COSTS = "quire.executor.step_costs"
@@ -87,11 +88,11 @@ class ModelWork:
         kv_cache_dtype: str = "auto",
     ):
         self._config, self.quantized = config, quantization is not None
-        heads = config.num_attention_heads * config.head_dim
-        kv_heads = config.num_key_value_heads * config.head_dim
-        per_layer = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
-        self.layer_weights = config.num_hidden_layers * per_layer
-        self.head_weights = config.vocab_size * config.hidden_size
+        size, heads = config.hidden_size, config.num_attention_heads
+        kinds = [config.layer(index) for index in range(config.num_hidden_layers)]
+        widths = [heads * one.head_dim for one in kinds if one.has_attention]
+        self.layer_weights = sum(multiplied_weights(config, index) for index in range(len(kinds)))
+        self.head_weights = config.vocab_size * size
         bytes_per_weight = QUANTIZED_BYTES[quantization] if quantization else DTYPE_BYTES[dtype]
         bytes_of_head = self.head_weights * (
             QUANTIZED_HEAD_BYTES if quantization else DTYPE_BYTES[dtype]
@@ -100,7 +101,7 @@ class ModelWork:
         self.weights_bytes = self.layer_weights * bytes_per_weight + bytes_of_head
         self.kv_bytes_per_token = kv_bytes_per_token(config, dtype, kv_cache_dtype)
         # of one query with one key and value
-        self._attention_flops = 4 * config.num_hidden_layers * heads
+        self._attention_flops = 4 * sum(widths)
 
     def decode(self, batch: int, context: int) -> StepWork:
         keys = batch * (context + 1)

@@ -35,21 +35,27 @@ SAMPLING_ROW_BYTES = 2 * 8192 * 8
 ATTENTION_PIECES = 32  # kernels/triton/attention_decode.py
 # these matrices are no linear layers: experts, positions, embeddings of layers
 _NOT_LINEAR = re.compile(r"\.experts\.|wpe|embed|router")
+_FP32_OF_MIXERS = ("A_log", "dt_bias")  # that recurrent mixers have
 KV_SCALE_BYTES = 4  # per head in int8 (kernels/ops.py: kv_cache_row)
+
+
+def kv_bytes_by_layer(
+    config: DecoderConfig | EncoderConfig, dtype: str, kv_cache_dtype: str = "auto"
+) -> list[int]:
+    """Returns the bytes of a token's keys and values in each layer that owns some
+    (DecoderConfig.cache_layers). A text encoder has none.
+    """
+    number_bytes = DTYPE_BYTES[dtype] if kv_cache_dtype == "auto" else 1
+    scale_bytes = KV_SCALE_BYTES if kv_cache_dtype == "int8" else 0
+    kinds = [config.layer(index) for index in config.cache_layers]
+    return [2 * one.num_kv_heads * (one.head_dim * number_bytes + scale_bytes) for one in kinds]
 
 
 def kv_bytes_per_token(
     config: DecoderConfig | EncoderConfig, dtype: str, kv_cache_dtype: str = "auto"
 ) -> int:
     """Returns the bytes of keys and values of all layers, or 0 for a model without a cache."""
-    if config.is_bidirectional:
-        return 0
-    head_bytes = {
-        "auto": config.head_dim * DTYPE_BYTES[dtype],
-        "fp8": config.head_dim,
-        "int8": config.head_dim + KV_SCALE_BYTES,
-    }
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_bytes[kv_cache_dtype]
+    return sum(kv_bytes_by_layer(config, dtype, kv_cache_dtype))
 
 
 @dataclass(frozen=True)
@@ -93,13 +99,15 @@ class ModelSizes:
         decode attention. The engine measures the actual value.
         """
         config = self.config
-        attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+        kinds = [config.layer(index) for index in range(config.num_hidden_layers)]
+        heads = config.num_attention_heads
+        attention = max(2 * (heads + one.num_kv_heads) * one.head_dim for one in kinds)
         inner, results = 3 * config.intermediate_size, 0
         if config.experts is not None:  # results of experts are in fp32
             inner = max(inner, config.experts.per_token * config.experts.size)
             results = 4 * config.experts.per_token * config.hidden_size
         per_token = (2 * config.hidden_size + max(attention, inner)) * DTYPE_BYTES[dtype] + results
-        pieces = config.num_attention_heads * ATTENTION_PIECES * (config.head_dim + 2) * 4
+        pieces = heads * ATTENTION_PIECES * (max(one.head_dim for one in kinds) + 2) * 4
         return num_tokens * per_token + num_logits * (
             2 * config.vocab_size * 4 + SAMPLING_ROW_BYTES + pieces
         )
@@ -165,6 +173,7 @@ def measure_model(
     fp32 = sinks + norms if config.fp32_norms else sinks
     fp32 += [shape for layer in config.head for _, shape in layer.shapes()]
     fp32 += [shape for name, shape in shapes.items() if "relative_attention_bias" in name]
+    fp32 += [shape for name, shape in shapes.items() if name.endswith(_FP32_OF_MIXERS)]
     num_fp32 = sum(map(prod, fp32))
     return ModelSizes(name, config, sum(map(prod, shapes.values())), num_fp32)
 
@@ -176,16 +185,22 @@ def _linear_shapes(
     executor/models/layers.py, without the head.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
-    q_rows = config.num_attention_heads * config.head_dim
-    qkv_rows = q_rows + 2 * config.num_key_value_heads * config.head_dim
-    attention = [(qkv_rows, hidden), (hidden, q_rows)]
     up = 1 if architecture in ENCODERS and not ENCODERS[architecture].is_gated else 2
-    mlp, num_layers = [(up * inner, hidden), (hidden, inner)], config.num_hidden_layers
-    if config.experts is None:
-        return (attention + mlp) * num_layers
-    shared, dense = config.experts.shared_size, len(config.experts.dense_layers)
-    every = [(2 * shared, hidden), (hidden, shared)] * (num_layers - dense) if shared else []
-    return attention * num_layers + mlp * dense + every + _expert_shapes(config)
+    experts, shapes = config.experts, _expert_shapes(config)
+    for index in range(config.num_hidden_layers):
+        own = config.layer(index)
+        if own.has_attention:
+            q_rows = config.num_attention_heads * own.head_dim
+            kv_rows = 2 * own.num_kv_heads * own.head_dim if own.kv_from is None else 0
+            shapes += [(q_rows + kv_rows, hidden), (hidden, q_rows)]
+        if own.mixer is not None:
+            shapes += own.mixer.linear_shapes(hidden)
+        size = inner
+        if experts is not None and index not in experts.dense_layers:
+            size = experts.shared_size
+        if own.has_mlp and size:
+            shapes += [(up * size, hidden), (hidden, size)]
+    return shapes
 
 
 def _expert_shapes(config: DecoderConfig | EncoderConfig) -> list[tuple[int, int]]:

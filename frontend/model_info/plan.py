@@ -38,7 +38,13 @@ from ...ipc.models.rope_config import model_context
 from ..engine_args import EngineArgs
 from .gguf_header import find_description
 from .gpu_memory import gpu_memory_bytes
-from .model_sizes import ModelSizes, StoredSizes, kv_bytes_per_token, measure_model
+from .model_sizes import (
+    ModelSizes,
+    StoredSizes,
+    kv_bytes_by_layer,
+    kv_bytes_per_token,
+    measure_model,
+)
 
 # A GPU needs this for the CUDA context and the cuBLAS workspace. It is an estimate, not a
 # measurement.
@@ -211,16 +217,18 @@ class _Cache:
     def __init__(self, config: EngineConfig, sizes: ModelSizes, draft_block_bytes: int):
         cache_config, shape, size = config.cache_config, sizes.config, num_ranks(config)
         dtype, block_size = config.model_config.dtype, cache_config.block_size
-        bytes_per_token = kv_bytes_per_token(shape, dtype, cache_config.kv_cache_dtype)
-        windows = shape.sliding_windows or (0,) * shape.num_hidden_layers
-        groups = one_group(0) if shape.is_bidirectional else plan_groups(config, windows)
-        block_bytes = bytes_per_token * len(groups.pages) // len(windows) * block_size
+        by_layer = kv_bytes_by_layer(shape, dtype, cache_config.kv_cache_dtype)
+        bytes_per_token, windows = sum(by_layer), shape.cache_windows
+        groups = plan_groups(config, windows) if windows else one_group(0)
+        if len(groups.windows) > 1 and len({*by_layer}) > 1:
+            groups = one_group(len(windows))  # their pages differ (executor/kv_cache_memory.py)
+        block_bytes = sum(by_layer[layer] for layer in groups.pages) * block_size
         block_bytes += draft_block_bytes
         self.block_bytes = block_bytes if size == 1 else int(block_bytes * kv_share(config))
         self.bytes_per_token = (  # of all layers and ranks
             bytes_per_token if size == 1 else self.block_bytes * size // block_size
         )
-        self.windows, self.num_layers = groups.windows, len(windows)
+        self.windows, self.num_layers = groups.windows, shape.num_hidden_layers
         self.num_window_layers = sum(
             len(layers) for layers, window in zip(groups.layers, groups.windows) if window
         )

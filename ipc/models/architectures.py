@@ -7,15 +7,16 @@ the models; tests/ipc/models/test_architectures.py compares their tensors with t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ModelLoadError
-from .decoder_config import DecoderConfig, parse_decoder_config
+from .decoder_config import DecoderConfig, LayerConfig, parse_decoder_config
 from .encoders import ENCODERS, EncoderArchitecture
 from .experts_config import ExpertsFormat, sparse_steps
 from .forms import GENERATE, family_and_form
+from .mixers import Shapes
 
 TEXT_PREFIX = "language_model."  # of the tensors in a multimodal model's text part
 # The names of a layer's norms: before and after attention, before and after the MLP. None: the
@@ -29,6 +30,25 @@ SANDWICH_NORMS: LayerNorms = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+
+
+class TensorNames(NamedTuple):
+    """The names of a layer's parts, of tensors in them, and of the base model's own."""
+
+    attention: str = "self_attn"
+    mixer: str = ""  # of a recurrent layer
+    mlp: str = "mlp"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    o_proj: str = "o_proj"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    embedding: str = "embed_tokens"
+    final_norm: str = "norm"
+
+
+PLAIN_NAMES = TensorNames()
 
 
 @dataclass(frozen=True)
@@ -52,6 +72,7 @@ class Architecture:
     has_sinks: bool = False  # of attention, one for each head
     is_merged: bool = False
     norms: LayerNorms = PRE_NORMS
+    names: TensorNames = PLAIN_NAMES
     activation: str = "silu"
     defaults: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
@@ -78,11 +99,12 @@ class Architecture:
         them (tied_weights).
         """
         hidden, embedding = config.hidden_size, [config.vocab_size, config.hidden_size]
-        shapes = {"model.embed_tokens.weight": embedding}
+        base, names = config.base_name, self.names
+        shapes = {f"{base}{names.embedding}.weight": embedding}
         for layer in range(config.num_hidden_layers):
             for name, shape in self._layer(config, layer):
-                shapes[f"model.layers.{layer}.{name}"] = shape
-        shapes["model.norm.weight"] = [hidden]
+                shapes[f"{base}layers.{layer}.{name}"] = shape
+        shapes[f"{base}{names.final_norm}.weight"] = [hidden]
         if (config.has_lm_head or config.score_tokens) and not config.tie_word_embeddings:
             shapes["lm_head.weight"] = embedding
         shapes |= dict(item for layer in config.head for item in layer.shapes())
@@ -90,7 +112,10 @@ class Architecture:
 
     def tied_weights(self, config: DecoderConfig) -> dict[str, str]:
         """Tensors that a checkpoint may also hold, with the tensors that they copy."""
-        head, table = f"{self.prefix}lm_head.weight", f"{self.prefix}model.embed_tokens.weight"
+        head, table = (
+            f"{self.prefix}lm_head.weight",
+            f"{config.base_prefix}{self.names.embedding}.weight",
+        )
         return {head: table} if config.has_lm_head and config.tie_word_embeddings else {}
 
     def attention_biases(self, config: DecoderConfig) -> tuple[bool, bool]:
@@ -101,37 +126,57 @@ class Architecture:
             own if self.o_bias is None else self.o_bias,
         )
 
-    def _layer(self, config: DecoderConfig, layer: int) -> Iterator[tuple[str, list[int]]]:
-        hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    def _layer(self, config: DecoderConfig, index: int) -> Shapes:
+        layer, hidden = config.layer(index), config.hidden_size
+        if layer.has_attention:
+            for name, shape in self._attention(config, layer):
+                yield f"{self.names.attention}.{name}", shape
+        if layer.mixer is not None:
+            for name, shape in layer.mixer.weight_shapes(hidden):
+                yield f"{self.names.mixer}.{name}", shape
+        if layer.has_mlp:
+            yield from self._mlp(config, index)
+        norms = self.norms[:2] if layer.has_attention or layer.mixer is not None else ()
+        norms += self.norms[2:] if layer.has_mlp else ()
+        yield from ((f"{name}.weight", [hidden]) for name in norms if name is not None)
+
+    def _attention(self, config: DecoderConfig, layer: LayerConfig) -> Shapes:
+        hidden, head_dim, names = config.hidden_size, layer.head_dim, self.names
         q_rows = config.num_attention_heads * head_dim
-        kv_rows = config.num_key_value_heads * head_dim
+        kv_rows = layer.num_kv_heads * head_dim
         qkv_bias, o_bias = self.attention_biases(config)
         qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        gate_up = {"gate_proj": inner, "up_proj": inner}
+        if layer.kv_from is not None:
+            qkv = {"q_proj": q_rows}
         if self.is_merged:
             qkv = {"qkv_proj": sum(qkv.values())}
-            gate_up = {"gate_up_proj": sum(gate_up.values())}
-        mlp = [
-            *((f"mlp.{name}", rows, hidden, config.mlp_bias) for name, rows in gate_up.items()),
-            ("mlp.down_proj", hidden, inner, config.mlp_bias),
-        ]
-        if self.experts and config.experts and layer not in config.experts.dense_layers:
-            yield from self.experts.weight_shapes(config.experts, hidden)
-            mlp = []
-        for name, rows, columns, bias in (
-            *((f"self_attn.{name}", rows, hidden, qkv_bias) for name, rows in qkv.items()),
-            ("self_attn.o_proj", hidden, q_rows, o_bias),
-            *mlp,
-        ):
-            yield f"{name}.weight", [rows, columns]
-            if bias:
-                yield f"{name}.bias", [rows]
+        for name, rows in qkv.items():
+            yield from _linear(name, rows, hidden, qkv_bias)
+        yield from _linear(names.o_proj, hidden, q_rows, o_bias)
         if self.qk_norm:
-            yield "self_attn.q_norm.weight", [q_rows if self.qk_norm_whole else head_dim]
-            yield "self_attn.k_norm.weight", [kv_rows if self.qk_norm_whole else head_dim]
+            yield f"{names.q_norm}.weight", [q_rows if self.qk_norm_whole else head_dim]
+        if self.qk_norm and layer.kv_from is None:
+            yield f"{names.k_norm}.weight", [kv_rows if self.qk_norm_whole else head_dim]
         if self.has_sinks:
-            yield "self_attn.sinks", [config.num_attention_heads]
-        yield from ((f"{name}.weight", [hidden]) for name in self.norms if name is not None)
+            yield "sinks", [config.num_attention_heads]
+
+    def _mlp(self, config: DecoderConfig, index: int) -> Shapes:
+        hidden, inner, names = config.hidden_size, config.intermediate_size, self.names
+        if self.experts and config.experts and index not in config.experts.dense_layers:
+            yield from self.experts.weight_shapes(config.experts, hidden)
+            return
+        gate_up = {names.gate: inner, names.up: inner}
+        if self.is_merged:
+            gate_up = {"gate_up_proj": sum(gate_up.values())}
+        for name, rows in gate_up.items():
+            yield from _linear(f"{names.mlp}.{name}", rows, hidden, config.mlp_bias)
+        yield from _linear(f"{names.mlp}.{names.down}", hidden, inner, config.mlp_bias)
+
+
+def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Shapes:
+    yield f"{name}.weight", [rows, columns]
+    if has_bias:
+        yield f"{name}.bias", [rows]
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -12,9 +12,11 @@ from ..errors import ModelLoadError
 from .config_values import MOST_OF_A_SIZE, malformed
 from .experts_config import ExpertsConfig
 from .forms import GENERATE, Head, decoder_head, form_of, score_tokens
+from .mixers import MixerConfig
 from .pooling import STORED_POOLING
 from .quantization_config import parse_quantization
 from .rope_config import CONTEXT_KEYS, FULL, SLIDING, parse_ropes
+from .state_layout import StatePart, state_bytes
 
 # Keys that do not change results: names, training, how transformers runs a model, its sampling
 # defaults (they come from generation_config.json), or settings of the engine's own configuration.
@@ -190,6 +192,21 @@ _REQUIRED = (
 
 
 @dataclass(frozen=True)
+class LayerConfig:
+    """What a layer of a decoder has. Attention and a recurrent mixer in one layer read the same
+    input, and their results are added.
+    """
+
+    mixer: MixerConfig | None = None
+    has_attention: bool = True
+    has_mlp: bool = True
+    # of attention; 0: the model's
+    head_dim: int = 0
+    num_kv_heads: int = 0
+    kv_from: int | None = None  # the layer whose keys and values it reads, in place of its own
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """Sizes are counts of features, heads, layers or tokens."""
 
@@ -206,6 +223,7 @@ class DecoderConfig:
     attention_bias: bool
     mlp_bias: bool
     rope: dict[str, Any]  # see rope_config.parse_rope_parameters
+    layers: tuple[LayerConfig, ...] = ()  # empty: each has attention and an MLP
     # for each layer: how many positions a token attends to, including its own; 0: all before it
     sliding_windows: tuple[int, ...] = ()
     sliding_rope: dict[str, Any] | None = None  # of layers with a window, where it is another one
@@ -216,6 +234,7 @@ class DecoderConfig:
     residual_scale: float = 1.0  # factor of what a block adds to the residual stream
     logits_scale: float = 1.0  # factor of the logits
     name_prefix: str = ""  # of all names of tensors
+    base_name: str = "model."  # what follows it in those of the base model
     norm_offset: float = 0.0  # what is added to the stored weights of norms
     fp32_norms: bool = False  # norms round once, after the weight (kernels/ops.py: rms_norm)
     experts: ExpertsConfig | None = None  # of a mixture of experts
@@ -228,7 +247,41 @@ class DecoderConfig:
     @property
     def base_prefix(self) -> str:
         """What names of the base model's tensors begin with; a checkpoint of it alone may not."""
-        return f"{self.name_prefix}model."
+        return f"{self.name_prefix}{self.base_name}"
+
+    def layer(self, index: int) -> LayerConfig:
+        """What a layer has, with the sizes of its heads."""
+        own = self.layers[index] if self.layers else LayerConfig()
+        return replace(
+            own,
+            head_dim=own.head_dim or self.head_dim,
+            num_kv_heads=own.num_kv_heads or self.num_key_value_heads,
+        )
+
+    @property
+    def cache_layers(self) -> tuple[int, ...]:
+        """The layers that own keys and values in the KV cache."""
+        if self.is_bidirectional:
+            return ()
+        kinds = [self.layer(index) for index in range(self.num_hidden_layers)]
+        owns = [kind.has_attention and kind.kv_from is None for kind in kinds]
+        return tuple(index for index, is_owner in enumerate(owns) if is_owner)
+
+    @property
+    def cache_windows(self) -> tuple[int, ...]:
+        """The windows of cache_layers; 0: none."""
+        windows = self.sliding_windows or (0,) * self.num_hidden_layers
+        return tuple(windows[index] for index in self.cache_layers)
+
+    @property
+    def state_parts(self) -> tuple[tuple[StatePart, ...], ...]:
+        """What each recurrent layer keeps of a request, in order."""
+        mixers = [layer.mixer for layer in self.layers]
+        return tuple(mixer.state_parts for mixer in mixers if mixer is not None)
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of the states of one request. itemsize: of a number of the model's dtype."""
+        return state_bytes(self.state_parts, itemsize)
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:
         """The rope parameters of a layer; None: it does not rotate."""

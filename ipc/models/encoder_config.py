@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import ModelLoadError
 from .config_values import integer, malformed
-from .decoder_config import most_of
+from .decoder_config import LayerConfig, most_of
 from .forms import Head
 from .quantization_config import parse_quantization
 
@@ -79,9 +79,22 @@ class EncoderConfig:
         return self.num_attention_heads
 
     @property
-    def sliding_windows(self) -> tuple[int, ...]:
+    def cache_layers(self) -> tuple[int, ...]:
         """Empty: there is no KV cache."""
         return ()
+
+    @property
+    def cache_windows(self) -> tuple[int, ...]:
+        """Empty, as cache_layers."""
+        return ()
+
+    def layer(self, index: int) -> LayerConfig:
+        """All layers are alike."""
+        return LayerConfig(head_dim=self.head_dim, num_kv_heads=self.num_key_value_heads)
+
+    def state_bytes(self, itemsize: int) -> int:
+        """There are no states of requests."""
+        return 0
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:
         return self.ropes[layer]

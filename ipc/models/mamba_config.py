@@ -81,6 +81,10 @@ class Mamba2Config:
         if self.has_out_bias:
             yield "out_proj.bias", [hidden_size]
 
+    def linear_shapes(self, hidden_size: int) -> list[tuple[int, int]]:
+        """(rows, columns) of the linear layers."""
+        return [(sum(self.part_sizes), hidden_size), (hidden_size, self.inner_size)]
+
 
 @dataclass(frozen=True)
 class Mamba2Format:

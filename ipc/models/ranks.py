@@ -50,12 +50,23 @@ def head_in_layers(config: DecoderConfig) -> float:
     """How many layers take as long as the output head, by the weights that a token multiplies. Half
     of that: a decoded token needs the head, that of a prompt does not.
     """
-    size, width = config.hidden_size, config.head_dim
-    attention = 2 * size * width * (config.num_attention_heads + config.num_key_value_heads)
+    num_layers = config.num_hidden_layers
+    weights = sum(multiplied_weights(config, layer) for layer in range(num_layers)) / num_layers
+    return config.has_lm_head * config.vocab_size * config.hidden_size / weights / 2
+
+
+def multiplied_weights(config: DecoderConfig, index: int) -> int:
+    """The weights of a layer that a token multiplies; of one with experts, as if all had them."""
+    size, layer, num_weights = config.hidden_size, config.layer(index), 0
+    if layer.has_attention:
+        kv_heads = layer.num_kv_heads if layer.kv_from is None else 0
+        num_weights += 2 * size * layer.head_dim * (config.num_attention_heads + kv_heads)
+    if layer.mixer is not None:
+        num_weights += sum(rows * columns for rows, columns in layer.mixer.linear_shapes(size))
     inner = config.intermediate_size
     if (experts := config.experts) is not None:
         inner = experts.per_token * experts.size + experts.shared_size
-    return config.has_lm_head * config.vocab_size * size / (attention + 3 * size * inner) / 2
+    return num_weights + layer.has_mlp * 3 * size * inner
 
 
 def kv_share(config: EngineConfig) -> Fraction:
@@ -64,13 +75,18 @@ def kv_share(config: EngineConfig) -> Fraction:
     architecture, _ = row_of(model)
     assert architecture is not None  # check_ranks
     shape = architecture.parse(model.hf_config)
-    layers, heads = shape.num_hidden_layers, shape.num_key_value_heads
+    kinds = {index: shape.layer(index) for index in shape.cache_layers}
     num_stages, last_more = device.pipeline_parallel_size, head_in_layers(shape)
-    of_stage = max(
-        len(layers_of_stage(stage, num_stages, layers, last_more)) for stage in range(num_stages)
+    of_rank = max(
+        sum(
+            max(1, kinds[index].num_kv_heads // device.tensor_parallel_size) * kinds[index].head_dim
+            for index in layers_of_stage(stage, num_stages, shape.num_hidden_layers, last_more)
+            if index in kinds
+        )
+        for stage in range(num_stages)
     )
-    of_rank = max(1, heads // device.tensor_parallel_size)
-    return Fraction(of_stage * of_rank, layers * heads)
+    of_all = sum(kind.num_kv_heads * kind.head_dim for kind in kinds.values())
+    return Fraction(of_rank, of_all) if of_all else Fraction(1)
 
 
 def check_ranks(config: EngineConfig) -> None:
@@ -140,9 +156,9 @@ def _check_model(config: EngineConfig, name: str) -> None:
         raise _refusal(config, name, f"must be 1 with a model of type {found}")
     if has_quantized_files(model):
         raise _refusal(config, name, "must be 1 with a checkpoint of quantized weights")
-    if problem := _undivided(architecture):
-        raise _refusal(config, name, f"must be 1 with {found}: {problem}")
     shape, size = architecture.parse(model.hf_config), config.device_config.tensor_parallel_size
+    if problem := _undivided(architecture, shape):
+        raise _refusal(config, name, f"must be 1 with {found}: {problem}")
     divided = {
         "num_attention_heads": shape.num_attention_heads,
         "intermediate_size": shape.intermediate_size,
@@ -187,8 +203,10 @@ def has_quantized_files(model: ModelConfig) -> bool:
     return parse_quantization(model.hf_config) is not None or is_gguf(Path(model.model))
 
 
-def _undivided(architecture: Architecture) -> str:
+def _undivided(architecture: Architecture, shape: DecoderConfig) -> str:
     """Why the layers of an architecture are not divided among ranks; "" where they are."""
+    if shape.state_parts:
+        return "its layers keep states of requests"
     if architecture.is_merged:
         return "q, k and v are one tensor of the checkpoint"
     if architecture.qk_norm_whole:

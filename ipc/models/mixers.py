@@ -1,0 +1,121 @@
+"""What a recurrent mixer of a decoder's layer is: its sizes, the names and shapes of its tensors,
+and what it keeps of a request.
+
+Must not know: torch, files, keys of config.json, which architectures there are.
+executor/models/recurrent.py builds the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from .state_layout import StatePart
+
+Shapes = Iterator[tuple[str, list[int]]]  # of tensors, by their name within the mixer
+
+
+class MixerConfig(Protocol):
+    """A frozen dataclass, the same for all ranks. Sizes are counts of heads, features or tokens."""
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """What the layer keeps of a request, in the order of its bind_states."""
+        ...
+
+    def weight_shapes(self, hidden_size: int) -> Shapes:
+        """Name and shape of every tensor of the mixer in a checkpoint."""
+        ...
+
+    def linear_shapes(self, hidden_size: int) -> list[tuple[int, int]]:
+        """(rows, columns) of the mixer's linear layers, as they are merged."""
+        ...
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetConfig:
+    """A layer with Gated DeltaNet (Yang et al. 2024), as in Qwen3-Next and Qwen3.5."""
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple of num_key_heads
+    key_head_dim: int
+    value_head_dim: int
+    kernel_size: int  # of the convolution
+    eps: float  # of the norm
+    # The checkpoint has one tensor for queries, keys, values and gates, and one for beta and decay,
+    # whose rows are ordered by key head (Qwen3-Next).
+    is_by_key_head: bool = False
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: those of queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """The last inputs of the convolution, and the state of each value head."""
+        shape = self.num_value_heads, self.key_head_dim, self.value_head_dim
+        return (
+            StatePart((self.kernel_size - 1, self.conv_size), is_fp32=False),
+            StatePart(shape, is_fp32=True),
+        )
+
+    def projections(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Name -> rows of the tensors of the two projections of a token."""
+        heads = self.num_value_heads
+        if self.is_by_key_head:
+            return {"in_proj_qkvz": self.conv_size + self.value_size}, {"in_proj_ba": 2 * heads}
+        return (
+            {"in_proj_qkv": self.conv_size, "in_proj_z": self.value_size},
+            {"in_proj_b": heads, "in_proj_a": heads},
+        )
+
+    def weight_shapes(self, hidden_size: int) -> Shapes:
+        for projection in self.projections():
+            for name, rows in projection.items():
+                yield f"{name}.weight", [rows, hidden_size]
+        yield "conv1d.weight", [self.conv_size, 1, self.kernel_size]
+        yield "A_log", [self.num_value_heads]
+        yield "dt_bias", [self.num_value_heads]
+        yield "norm.weight", [self.value_head_dim]
+        yield "out_proj.weight", [hidden_size, self.value_size]
+
+    def linear_shapes(self, hidden_size: int) -> list[tuple[int, int]]:
+        merged = [(sum(one.values()), hidden_size) for one in self.projections()]
+        return [*merged, (hidden_size, self.value_size)]
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """A gated short convolution, as in LFM2."""
+
+    size: int  # the model's hidden_size
+    kernel_size: int
+    has_bias: bool = False  # of the convolution and of both projections
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """The last inputs of the convolution."""
+        return (StatePart((self.kernel_size - 1, self.size), is_fp32=False),)
+
+    def weight_shapes(self, hidden_size: int) -> Shapes:
+        for name, shape in (
+            ("in_proj", [3 * hidden_size, hidden_size]),
+            ("conv", [hidden_size, 1, self.kernel_size]),
+            ("out_proj", [hidden_size, hidden_size]),
+        ):
+            yield f"{name}.weight", shape
+            if self.has_bias:
+                yield f"{name}.bias", shape[:1]
+
+    def linear_shapes(self, hidden_size: int) -> list[tuple[int, int]]:
+        return [(3 * hidden_size, hidden_size), (hidden_size, hidden_size)]

@@ -29,7 +29,7 @@ COMMANDS = {
     "trace": "show the path of a token: what was scheduled and why, and every kernel",
     "launch": "start a coding agent on a running server",
     "pull": "download a model from the hub",
-    "models": "list, show and remove the models in the hub cache of this machine",
+    "models": "list, show and remove the models in the hub cache; check which models run",
 }
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = (
     1,

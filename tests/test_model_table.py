@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from quire.frontend.answer_format.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.ipc.models import fallback_architectures
+from quire.ipc.models.architectures import ARCHITECTURES
 from quire.tests.model_table import PAGE, PARSERS, updated
 
 
@@ -26,7 +27,10 @@ def test_a_new_architecture_changes_the_page(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_parsers_and_model_types_exist() -> None:
     tools = {row.name for row in TOOL_FORMATS}
-    assert PARSERS.keys() <= fallback_architectures.FALLBACKS.keys()
+    of_pages = {known.model_type for known in ARCHITECTURES.values()}
+    known = of_pages | fallback_architectures.FALLBACKS.keys()
+    known |= fallback_architectures.REFUSED.keys()
+    assert PARSERS.keys() <= known
     for tool_calls, reasoning in PARSERS.values():
         assert set(tool_calls.split(", ")) <= tools
         assert reasoning in ("", *REASONING_FORMATS)

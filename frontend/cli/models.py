@@ -1,4 +1,5 @@
-"""`quire models`: the models on this machine, whether they run here, what they need; removing them.
+"""`quire models`: the models on this machine, whether they run here, what they need; removing them;
+which models of a catalogue run.
 
 Must not know: how the cache is laid out, the network, torch.
 """
@@ -6,6 +7,8 @@ Must not know: how the cache is laid out, the network, torch.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,19 +21,33 @@ from .table import print_table
 if TYPE_CHECKING:
     from ..model_info.model_cache import CachedModel
 
-USAGE = "[--json] | show NAME [--json] | remove NAME [--yes]"
+USAGE = (
+    "[--json] | show NAME [--json] | remove NAME [--yes] | "
+    "check NAME ... [--catalogue FILE] [--download] [--json]"
+)
 DESCRIPTION = (
     "Lists the models on this machine: the bundled one and those in the hub cache (HF_HOME), and "
     "whether they fit the memory that is free. show: one model and its memory plan. remove: "
     "deletes one from the cache; org/name: all its files, org/name:Q4_K_M: those of one "
-    "quantization. Does not use the network."
+    "quantization. check: says of any models, from their configurations alone, whether they run "
+    "natively, in transformers' code, or not, and why. Only --download uses the network."
 )
+
+
+ACTIONS = ("list", "show", "remove", "check")
 
 
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("models", USAGE, DESCRIPTION, argv)
-    parser.add_argument("action", nargs="?", choices=("list", "show", "remove"), default="list")
-    parser.add("name", "NAME", "a model, as listed", nargs="?")
+    parser.add_argument("action", nargs="?", choices=ACTIONS, default="list")
+    parser.add(
+        "names",
+        "NAME",
+        "a model, as listed; to check: also a config.json, a directory, a GGUF file",
+        nargs="*",
+    )
+    parser.add("--catalogue", "FILE", "check the models of a file, one name per line; -: stdin")
+    parser.add.switch("--download", "check: fetch configurations that are not in the hub cache")
     parser.add.switch("--json", "one JSON object per model and line")
     parser.add.switch("--yes", "remove without asking")
     return parser
@@ -39,12 +56,20 @@ def make_parser(argv: list[str]) -> Parser:
 def main(argv: list[str]) -> int:
     parser = make_parser(argv)
     args = parser.parse(argv)
-    if (args.action == "list") != (args.name is None):
+    names, has_catalogue = args.names, args.catalogue is not None
+    action = "check" if has_catalogue and args.action == "list" else args.action
+    if action == "check":
+        is_complete = bool(names) or has_catalogue
+    else:
+        is_complete = len(names) == (action != "list") and not (has_catalogue or args.download)
+    if not is_complete:
         parser.error(f"usage: {parser.usage}")
-    if args.action == "show":
-        return show(args.name, as_json=args.json)
-    if args.action == "remove":
-        return remove(args.name, is_agreed=args.yes)
+    if action == "check":
+        return check(names, args.catalogue, downloads=args.download, as_json=args.json)
+    if action == "show":
+        return show(names[0], as_json=args.json)
+    if action == "remove":
+        return remove(names[0], is_agreed=args.yes)
     return list_all(as_json=args.json)
 
 
@@ -115,6 +140,33 @@ def show(name: str, *, as_json: bool) -> int:
         if plan is not None:
             print(f"\n{render(plan)}", end="")
     return 0
+
+
+def check(names: Sequence[str], catalogue: str | None, *, downloads: bool, as_json: bool) -> int:
+    from ..model_info.catalogue import RUNS, judge, read_catalogue
+
+    if catalogue is not None:
+        text = sys.stdin.read() if catalogue == "-" else _text_of(catalogue)
+        names = [*names, *read_catalogue(text)]
+    verdicts = judge(names, downloads=downloads)
+    if as_json:
+        for verdict in verdicts:
+            print(msgspec.json.encode(verdict).decode())
+        return 0
+    header = ("model", "runs", "architecture", "reason")
+    rows = [(v.model, v.runs, v.architecture or v.model_type or "?", v.reason) for v in verdicts]
+    print_table(header, rows)
+    counts = [(sum(v.runs == runs for v in verdicts), runs) for runs in RUNS]
+    print(f"{len(verdicts)} models: {', '.join(f'{count} {runs}' for count, runs in counts)}")
+    return 0
+
+
+def _text_of(catalogue: str) -> str:
+    try:
+        return Path(catalogue).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise InvalidParameterError("--catalogue", f"{catalogue}: {reason}") from None
 
 
 def remove(name: str, *, is_agreed: bool) -> int:

@@ -104,14 +104,14 @@ def describe_cached(
         numbers = weight_labels(directory, hf_config).numbers
         sizes = measure_model(hf_config, directory)
     except ModelLoadError as error:
-        problems.append(_short(error, directory))
+        problems.append(short_reason(error, directory))
     try:
         if missing := missing_weight_files(directory):
             problems.append(
                 f"no {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
             )
     except ModelLoadError as error:
-        problems.append(_short(error, directory))
+        problems.append(short_reason(error, directory))
     if not is_gguf(directory) and not (directory / "tokenizer.json").is_file():
         problems.append("no tokenizer.json")
     plan = None
@@ -119,7 +119,7 @@ def describe_cached(
         try:
             plan = make_plan(EngineArgs(str(directory)))
         except QuireError as error:
-            problems.append(_short(error, directory))
+            problems.append(short_reason(error, directory))
     architectures = hf_config.get("architectures")
     return CachedModel(
         model=model,
@@ -148,7 +148,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _short(error: Exception, directory: Path) -> str:
+def short_reason(error: Exception, directory: Path) -> str:
     """Returns the problem without the path, which the row already shows."""
     text = str(error).replace(f"{directory} has no ", "no ").replace(f"{directory}: ", "")
     text = text.replace(f"{directory}/", "")

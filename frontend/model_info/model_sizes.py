@@ -18,13 +18,7 @@ from ...ipc.models.architectures import ENCODERS, NATIVE
 from ...ipc.models.checkpoint import read_stored_weights
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.encoder_config import EncoderConfig
-from ...ipc.models.encoders import FALLBACK_ENCODERS, parse_fallback_encoder
-from ...ipc.models.fallback_architectures import (
-    FALLBACKS,
-    TRANSFORMERS,
-    choose_implementation,
-    parse_fallback_config,
-)
+from ...ipc.models.fallback_architectures import TRANSFORMERS, parse_model
 from ...ipc.models.gguf import is_gguf, read_gguf
 from ...ipc.models.gguf_weights import DTYPE_BYTES, tensors_by_name
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
@@ -149,7 +143,7 @@ def measure_model(
     Raises ModelLoadError, with the engine's message, for a model that the engine would reject, and
     where those weights are not there.
     """
-    implementation, name = choose_implementation(hf_config, model_impl)
+    implementation, architecture, config = parse_model(hf_config, model_impl)
     if implementation == TRANSFORMERS:
         kept: Mapping[str, list[int]] = {}
         if is_gguf(path := Path(directory)):
@@ -158,16 +152,9 @@ def measure_model(
         else:
             stored = read_stored_weights(path, parse_quantization(hf_config))
             shapes, kept = stored.shapes, stored.kept
-        if name in FALLBACK_ENCODERS:
-            config: Any = parse_fallback_encoder(hf_config)
-            architecture = FALLBACK_ENCODERS[name].architecture
-        else:
-            config = parse_fallback_config(hf_config)
-            architecture = FALLBACKS[name].architecture
         num_parameters = sum(map(prod, shapes.values()))
         return StoredSizes(architecture, config, num_parameters, 0, shapes, kept)
-    config = NATIVE[name].parse(hf_config)
-    shapes = NATIVE[name].weight_shapes(config)  # type: ignore[arg-type]
+    shapes = NATIVE[architecture].weight_shapes(config)  # type: ignore[arg-type]
     norms = [shape for name, shape in shapes.items() if name.endswith("norm.weight")]
     sinks = [shape for name, shape in shapes.items() if name.endswith("sinks")]
     fp32 = sinks + norms if config.fp32_norms else sinks
@@ -175,7 +162,7 @@ def measure_model(
     fp32 += [shape for name, shape in shapes.items() if "relative_attention_bias" in name]
     fp32 += [shape for name, shape in shapes.items() if name.endswith(_FP32_OF_MIXERS)]
     num_fp32 = sum(map(prod, fp32))
-    return ModelSizes(name, config, sum(map(prod, shapes.values())), num_fp32)
+    return ModelSizes(architecture, config, sum(map(prod, shapes.values())), num_fp32)
 
 
 def _linear_shapes(

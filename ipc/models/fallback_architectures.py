@@ -15,7 +15,8 @@ from ..errors import ModelLoadError
 from .architectures import ARCHITECTURES, NATIVE, find_architecture
 from .config_values import integer
 from .decoder_config import DecoderConfig, most_of
-from .encoders import is_fallback_encoder
+from .encoder_config import EncoderConfig
+from .encoders import FALLBACK_ENCODERS, is_fallback_encoder, parse_fallback_encoder
 from .quantization_config import parse_quantization
 from .rope_config import SLIDING
 
@@ -171,6 +172,22 @@ def choose_implementation(
         if model_type in REFUSED:
             raise ModelLoadError(f"model_type {model_type} is not supported: {REFUSED[model_type]}")
     raise ModelLoadError(f"{problem}; docs/models.md lists what runs through transformers")
+
+
+def parse_model(
+    hf_config: dict[str, Any], model_impl: str = "auto"
+) -> tuple[str, str, DecoderConfig | EncoderConfig]:
+    """Returns QUIRE or TRANSFORMERS, the architecture and its configuration.
+
+    Raises ModelLoadError, with the engine's message, for a model that the engine would reject.
+    """
+    implementation, name = choose_implementation(hf_config, model_impl)
+    if implementation == QUIRE:
+        return QUIRE, name, NATIVE[name].parse(hf_config)
+    if name in FALLBACK_ENCODERS:
+        config = parse_fallback_encoder(hf_config)
+        return TRANSFORMERS, FALLBACK_ENCODERS[name].architecture, config
+    return TRANSFORMERS, FALLBACKS[name].architecture, parse_fallback_config(hf_config)
 
 
 def parse_fallback_config(hf_config: Mapping[str, Any]) -> FallbackConfig:

@@ -136,6 +136,36 @@ def test_removal_asks_first(
 
 
 def test_actions_and_names_belong_together(capsys: pytest.CaptureFixture) -> None:
-    for words in (["show"], ["list", "bundled"], ["remove"]):
+    for words in (
+        ["show"],
+        ["show", "bundled", "bundled"],
+        ["show", "bundled", "--download"],
+        ["list", "bundled"],
+        ["remove"],
+        ["remove", "bundled", "--catalogue", "x"],
+        ["check"],
+    ):
         code, _, err = call(capsys, "models", *words)
         assert code == 2 and "usage: quire models" in err
+
+
+def test_a_catalogue(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config = tmp_path / "a.json"
+    config.write_text('{"architectures": ["BloomForCausalLM"], "model_type": "bloom"}')
+    names = tmp_path / "names.txt"
+    names.write_text(f"# mine\n{config}\n")
+    code, out, _ = call(capsys, "models", "check", "bundled", "--catalogue", str(names))
+    header, first, second, summary = out.splitlines()
+    assert code == 0 and header.split() == ["model", "runs", "architecture", "reason"]
+    assert first.split() == ["bundled", "natively", "Qwen2ForCausalLM"]
+    assert second.split()[:3] == [str(config), "not", "BloomForCausalLM"]
+    assert "attention interface" in second
+    assert summary == "2 models: 1 natively, 0 in transformers' code, 1 not, 0 unknown"
+
+    code, out, _ = call(capsys, "models", "--catalogue", str(names), "--json")
+    (line,) = out.splitlines()
+    verdict = json.loads(line)
+    assert code == 0 and (verdict["model"], verdict["runs"]) == (str(config), "not")
+
+    code, _, err = call(capsys, "models", "--catalogue", str(tmp_path / "none"))
+    assert code == 2 and "--catalogue: " in err and "No such file" in err

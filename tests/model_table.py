@@ -54,6 +54,9 @@ PARSERS = {
     "deepseek_v32": ("deepseek_v32", "think"),
     "deepseek_v4": ("deepseek_v4", "think"),
     "glm4_moe_lite": ("glm47", "think"),
+    "cohere2": ("cohere", "cohere"),
+    "cohere2_moe": ("cohere", "cohere_text"),
+    "apertus": ("apertus", "apertus"),
 }
 
 

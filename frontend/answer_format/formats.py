@@ -21,7 +21,7 @@ from .forced import Functions, functions_of, write_after_reasoning, write_struct
 from .gemma_calls import GemmaCalls
 from .grammar_text import GrammarText
 from .harmony import ANSWER_ENDS, HarmonyCalls, HarmonyReasoning, header_at_end_of
-from .json_calls import JsonCalls
+from .json_calls import JsonCalls, KeyedCalls
 from .named_calls import MistralCalls, NamedCalls
 from .parser import AnswerParser
 from .python_calls import PythonCalls
@@ -144,6 +144,18 @@ TOOL_FORMATS = (
     ToolRow("olmo3", PythonCalls(("<function_calls>",), "</function_calls>", call_per_line=True)),
     # Jamba, Hunyuan and MiniMax-M1 use this format.
     ToolRow("tool_calls", JsonCalls(("<tool_calls>",), "</tool_calls>", is_list=True)),
+    ToolRow(
+        "cohere",
+        JsonCalls(
+            ("<|START_ACTION|>",),
+            "<|END_ACTION|>",
+            name_key="tool_name",
+            argument_key="parameters",
+            is_list=True,
+            padding="\n",
+        ),
+    ),
+    ToolRow("apertus", KeyedCalls(("<|tools_prefix|>",), "<|tools_suffix|>")),
     ToolRow("nemotron", JsonCalls(("<TOOLCALL>",), "</TOOLCALL>", is_list=True)),
     ToolRow(
         "internlm",
@@ -159,16 +171,34 @@ TOOL_FORMATS = (
     ToolRow("json", JsonCalls(bare_beginnings="{[", bare_separator=",")),
 )
 
+COHERE_THOUGHTS = ("<|START_THINKING|>", "<|END_THINKING|>")
 REASONING_FORMATS = {
     HARMONY: HarmonyReasoning(),
     "gemma4": ReasoningMarks("<|channel>thought", "<channel|>"),
     "granite": ReasoningMarks("Here is my thought process:", "Here is my response:"),
     "granite33": ReasoningMarks(
-        "<think>", "</think>", content_start="<response>", content_end="</response>"
+        "<think>",
+        "</think>",
+        content_start="<response>",
+        content_end="</response>",
+        texts=("</think>", "<response></response>"),
     ),
     "think": ReasoningMarks("<think>", "</think>"),
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>"),
+    "cohere": ReasoningMarks(
+        *COHERE_THOUGHTS,
+        content_start="<|START_RESPONSE|>",
+        content_end="<|END_RESPONSE|>",
+        texts=(COHERE_THOUGHTS[1], "<|START_RESPONSE|>"),
+    ),
+    "cohere_text": ReasoningMarks(
+        *COHERE_THOUGHTS,
+        content_start="<|START_TEXT|>",
+        content_end="<|END_TEXT|>",
+        texts=(COHERE_THOUGHTS[1], "<|START_TEXT|>"),
+    ),
+    "apertus": ReasoningMarks("<|inner_prefix|>", "<|inner_suffix|>"),
 }
 
 # These are vLLM's names for formats that have another name here.

@@ -1,4 +1,5 @@
-"""Tool calls as JSON objects: {"name": "f", "arguments": {…}}, single, several, or as a list.
+"""Tool calls as JSON objects: {"name": "f", "arguments": {…}} or {"f": {…}}, single, several, or as
+a list.
 
 Must not know: which models use them (formats.py).
 """
@@ -18,6 +19,7 @@ from .tool_calls import Calls, ListedCalls
 
 @dataclass(frozen=True)
 class JsonCalls(ListedCalls):
+    name_key: str = "name"
     argument_key: str = "arguments"
     is_list: bool = False  # calls are written as one list
     padding: str = ""  # whitespace between marks and objects
@@ -32,7 +34,8 @@ class JsonCalls(ListedCalls):
             opening, closing, frame = pad, f"}}{pad}{self.end}", ("", pad + self.start, "")
 
         def before(name: str) -> str:
-            return f'{opening}{{"name": {json.dumps(name)}, "{self.argument_key}": '
+            pair = f'"{self.name_key}": {json.dumps(name)}'
+            return f'{opening}{{{pair}, "{self.argument_key}": '
 
         return write_json_calls(grammar, functions, parallel, before, closing, frame)
 
@@ -41,6 +44,34 @@ class JsonCalls(ListedCalls):
 
     def read_call(self, stream: TextStream, calls: Calls, *, only_known: bool) -> TextReader:
         return read_call_object(stream, calls, only_known=only_known, end=self.end)
+
+
+@dataclass(frozen=True)
+class KeyedCalls(ListedCalls):
+    """A list of objects whose only key is the function: [{"f": {…}}, {"g": {…}}]."""
+
+    def write(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
+        frame = ("[", ", ", f"]{self.end}")
+        return write_json_calls(
+            grammar, functions, parallel, lambda name: f"{{{json.dumps(name)}: ", "}", frame
+        )
+
+    def begins_call(self, character: str) -> bool:
+        return character == "{"
+
+    def read_call(self, stream: TextStream, calls: Calls, *, only_known: bool) -> TextReader:
+        yield from stream.expect("{")
+        yield from stream.skip_space()
+        name = yield from read_held_string(stream)
+        if not name or (only_known and name not in calls.schemas):
+            raise Malformed
+        yield from stream.skip_space()
+        yield from stream.expect(":")
+        yield from stream.skip_space()
+        yield from read_arguments(stream, calls, name)
+        yield from stream.skip_space()
+        yield from stream.expect("}")
+        stream.drop()
 
 
 NAME_KEYS = frozenset({"name", "tool_name"})

@@ -23,13 +23,15 @@ class ReasoningMarks:
     # The content may stand between these marks after the reasoning.
     content_start: str = ""
     content_end: str = ""
+    # These texts all occur in the templates of models with these marks; without any, `end` does.
+    texts: tuple[str, ...] = ()
     # These are the values of the template's reasoning_effort, ascending, for models that know no
     # others.
     efforts: tuple[str, ...] = ()
 
     def is_shown_in(self, template: str) -> bool:
         """Tells whether the models of a chat template write these marks."""
-        return self.end in template and self.content_start + self.content_end in template
+        return all(text in template for text in self.texts or (self.end,))
 
     def is_open_at_end_of(self, prompt_text: str) -> bool:
         """Tells whether the prompt ends with the start mark (DeepSeek-R1, QwQ), so that the answer

@@ -201,6 +201,24 @@ TEMPLATES = {
         "{{ '<function_calls>\n' }}" + each(PYTHON_CALL + "{{ '\n' }}") + "</function_calls>"
     ),
     "tool_calls": chatml("<tool_calls>[" + listed("", "]</tool_calls>")),
+    "cohere": chatml(
+        "{{ '<|START_ACTION|>[\n' }}"
+        + each(
+            '{{ \'    {"tool_call_id": "\' + c.id + \'", "tool_name": "\' + c.function.name + \'", '
+            '"parameters": \' + (' + AS_JSON + ") + '}' }}{% if not loop.last %},{% endif %}"
+            "{{ '\n' }}"
+        )
+        + "{{ ']<|END_ACTION|>' }}"
+    ),
+    "apertus": chatml(
+        "<|tools_prefix|>["
+        + each(
+            "{{ '{\"' + c.function.name + '\": ' + ("
+            + AS_JSON
+            + ") + '}' }}{% if not loop.last %}, {% endif %}"
+        )
+        + "]<|tools_suffix|>"
+    ),
     "nemotron": chatml("<TOOLCALL>[" + listed("", "]</TOOLCALL>")),
     "internlm": chatml(
         each(
@@ -402,6 +420,37 @@ STOCK = {
         '<tool_call>[{"name": "f", "arguments": {"a": "x", "n": 2}}]',
         "granite",
         "granite33",
+    ),
+    "Command R7B": (
+        stock(
+            "write <|START_THINKING|>, a plan and <|END_THINKING|>, then <|START_ACTION|> and a "
+            "list of JSON-formatted tool calls, or <|START_RESPONSE|> and <|END_RESPONSE|>",
+            "<|CHATBOT_TOKEN|>" + switched("", "<|START_THINKING|><|END_THINKING|>"),
+        ),
+        "enable_thinking",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": "x", '
+        '"n": 2}}\n]<|END_ACTION|>',
+        "cohere",
+        "cohere",
+    ),
+    "Command A, later": (
+        stock(
+            "{# <|END_THINKING|><|START_ACTION|> <|START_TEXT|> <|END_TEXT|> #}",
+            "<|CHATBOT_TOKEN|>"
+            + switched("<|START_THINKING|>", "<|START_THINKING|><|END_THINKING|>", "reasoning"),
+        ),
+        "reasoning",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": "x", '
+        '"n": 2}}\n]<|END_ACTION|>',
+        "cohere",
+        "cohere_text",
+    ),
+    "Apertus": (
+        stock("{# <|inner_prefix|> <|inner_suffix|> <|tools_prefix|> #}", "<|assistant_start|>"),
+        None,
+        '<|tools_prefix|>[{"f": {"a": "x", "n": 2}}]<|tools_suffix|>',
+        "apertus",
+        "apertus",
     ),
     "Granite 4": (
         stock(

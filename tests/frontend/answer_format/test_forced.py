@@ -121,6 +121,13 @@ WRITTEN = {
         "3}}\n</tool_call>\n"
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     ),
+    "cohere": (
+        '<|START_ACTION|>\n[{"tool_name": "weather", "parameters": {"city": "Paris", "days": 3}}, '
+        '{"tool_name": "now", "parameters": {}}]\n<|END_ACTION|>'
+    ),
+    "apertus": (
+        '<|tools_prefix|>[{"weather": {"city": "Paris", "days": 3}}, {"now": {}}]<|tools_suffix|>'
+    ),
     "pythonic": '[weather(city="Paris", days=3), now()]',
     "llama3_json": '{"name": "weather", "parameters": {"city": "Paris", "days": 3}}; {"name": '
     '"now", "parameters": {}}',
@@ -149,6 +156,10 @@ MARKS = (
     "｜DSML｜",
     "<minimax:tool_call>",
     "</minimax:tool_call>",
+    "<|START_ACTION|>",
+    "<|END_ACTION|>",
+    "<|tools_prefix|>",
+    "<|tools_suffix|>",
 )
 
 

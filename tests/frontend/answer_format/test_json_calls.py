@@ -27,6 +27,43 @@ BARE = AnswerFormat(
 LIST = AnswerFormat("list", JsonCalls(starts=("<calls>",), end="</calls>"), None, None)
 
 
+APERTUS, COHERE = detect("", "apertus", "apertus"), detect("", "cohere", "cohere")
+
+
+@pytest.mark.parametrize(
+    ("inner", "calls"),
+    [
+        ('[{"f": {"a": 1}}]', [("f", '{"a": 1}')]),
+        ('[ {"f" : {"a": True, } } , {"g": null}]', [("f", '{"a": true }'), ("g", "{}")]),
+        ('{"f": "{\\"a\\": 1}"}', [("f", '{"a": 1}')]),
+    ],
+)
+def test_calls_by_the_name_as_key(inner, calls) -> None:
+    expected = [ParsedToolCall(*call) for call in calls]
+    text = f"See.<|tools_prefix|>{inner}<|tools_suffix|>"
+    assert parse(APERTUS, text) == ParsedAnswer("See.", "", expected)
+    thinking = f"<|inner_prefix|>Hm.<|tools_prefix|>{inner}<|tools_suffix|>"
+    assert parse(APERTUS, thinking) == ParsedAnswer("", "Hm.", expected)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    ["", "[", "[]", "{}", '{"f"}', '{"f": 1}', '{"f": {"a": 1}, "g": {}}', '{"": {}}', "f"],
+)
+def test_other_objects_are_content(inner) -> None:
+    text = f"See. <|tools_prefix|>{inner}<|tools_suffix|>"
+    assert parse(APERTUS, text) == ParsedAnswer(text)
+
+
+def test_coheres_answer_stands_between_marks() -> None:
+    thought = "<|START_THINKING|>Hm.<|END_THINKING|>"
+    said = ParsedAnswer("Yes.", "Hm.")
+    for tools in (TOOLS, []):
+        text = f"{thought}<|START_RESPONSE|>Yes.<|END_RESPONSE|>"
+        assert parse(COHERE, text, tools) == said
+        assert parse(detect("", "cohere", "cohere_text"), text.replace("RESPONSE", "TEXT")) == said
+
+
 @pytest.mark.parametrize(
     ("inner", "calls"),
     [

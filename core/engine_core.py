@@ -481,6 +481,7 @@ def _load(
     num_blocks = executor.determine_num_blocks()
     check_num_blocks(config, num_blocks, executor.kv_cache_windows)
     kv_cache_bytes = executor.initialize_kv_cache(num_blocks)
+    check_states(config, executor.num_state_checkpoints)
     num_host_blocks, costs = executor.initialize_swap_space()
     scheduler = Scheduler(
         config,
@@ -490,6 +491,7 @@ def _load(
         burst_weights_bytes=executor.burst_weights_bytes,
         kv_cache_windows=executor.kv_cache_windows,
         offload=executor.initialize_offload(),
+        num_state_checkpoints=executor.num_state_checkpoints,
     )
     return scheduler, Ready(config, num_blocks, kv_cache_bytes, epoch, engine_index)
 
@@ -508,6 +510,18 @@ def check_config(config: EngineConfig) -> None:
             "max_num_batched_tokens",
             f"must be at least max_model_len={max_model_len} without enable_chunked_prefill, got "
             f"{budget}",
+        )
+
+
+def check_states(config: EngineConfig, num_state_checkpoints: int | None) -> None:
+    """Checks what a model that keeps states cannot do: a block that comes back is of no use without
+    the state at its end. num_state_checkpoints: see Executor.
+    """
+    size = config.cache_config.kv_offloading_size
+    if num_state_checkpoints is not None and size:
+        raise InvalidParameterError(
+            "kv_offloading_size",
+            f"must be 0 or None with a model whose layers keep states, got {size}",
         )
 
 

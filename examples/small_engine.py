@@ -57,6 +57,7 @@ class SmallEngine:
             costs,
             burst_weights_bytes=self.worker.burst_weights_bytes,
             kv_cache_windows=self.worker.kv_cache_windows,
+            num_state_checkpoints=self.worker.num_state_checkpoints,
         )
         self.rows = OutputRows()
         self.tokenizer = Tokenizer.from_file(f"{config.model_config.model}/tokenizer.json")

@@ -57,6 +57,15 @@ class EngineCounters(msgspec.Struct):
     num_blocks_corrupt: Annotated[
         int, UNDER_ITS_NAME, "Stored KV-cache blocks found to be damaged, which were not used."
     ] = 0
+    num_states_saved: Annotated[
+        int, UNDER_ITS_NAME, "Checkpoints taken of the states of recurrent layers."
+    ] = 0
+    num_states_restored: Annotated[
+        int, UNDER_ITS_NAME, "Requests that started from such a checkpoint."
+    ] = 0
+    num_states_evicted: Annotated[
+        int, UNDER_ITS_NAME, "Such checkpoints that made room for others."
+    ] = 0
     num_requests_refused: Annotated[
         int, UNDER_ITS_NAME, "Requests whose parameters the engine rejected."
     ] = 0

@@ -30,6 +30,7 @@ from quire.ipc.step_messages import (
 from quire.ipc.trace import RanksTrace
 from quire.tests.fake_loras import FakeLoras, extend_digest
 from quire.tests.fake_offload import FakeOffload
+from quire.tests.fake_states import FakeStates
 
 
 def make_config(*, vocab_size: int = 97, **arguments) -> EngineConfig:
@@ -123,12 +124,17 @@ class FakeSlot:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.request.num_prompt_tokens
 
+    def digest_of_step(self, number: int) -> int:
+        return zlib.crc32(f"{self.request.request_id} {number}".encode())
+
 
 class FakeExecutor(FakeLoras):
     """Implements the Executor interface on digests.
 
     The KV cache holds digests, so a wrong block, table or order gives wrong tokens or an
-    AssertionError.
+    AssertionError. With `num_state_checkpoints`, the model keeps states: tokens follow from the
+    digests in their places. With speculative_config, rows with lookahead verify drafts of which
+    some are accepted.
 
     Scripts are keyed by (request_id, index of the output token). `tokens` forces a token (an EOS,
     for example), `errors` fails that row alone, and `nan_rows` fails it with the error of a NaN.
@@ -151,6 +157,8 @@ class FakeExecutor(FakeLoras):
         self.kv_cache_windows: tuple[int, ...] = (0,)
         self.num_state_checkpoints: int | None = None
         self.max_num_seqs = config.scheduler_config.max_num_seqs
+        self.states: FakeStates | None = None
+        self.drafts = config.scheduler_config.speculative_config is not None
         self.costs = PreemptionCosts(recompute_s_per_token=1.0, swap_s=20.0, swap_s_per_token=0.1)
         self.steps: list[SchedulerOutput] = []  # everything executed
         self.slots: dict[int, FakeSlot] = {}
@@ -179,6 +187,9 @@ class FakeExecutor(FakeLoras):
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
         self.kv_cache = [[None] * self.block_size for _ in range(num_blocks)]
+        if self.num_state_checkpoints is not None:
+            num_slots = self.config.scheduler_config.max_num_seqs
+            self.states = FakeStates(num_slots, self.num_state_checkpoints)
         return num_blocks * self.block_size * 8
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
@@ -211,6 +222,10 @@ class FakeExecutor(FakeLoras):
             if slot in self.slots:
                 self._drop_unseen(self.slots[slot], num_computed_tokens)
         self._move_blocks(step)
+        if self.states is not None:
+            self.states.begin(step)
+        else:
+            assert not step.state_copies and not step.state_saves, step
         entered = [self._enter(new) for new in step.new_requests]
         for row, slot in enumerate(step.slots):
             self._extend_table(
@@ -399,7 +414,7 @@ class FakeExecutor(FakeLoras):
         return self.kv_cache[table[position // self.block_size]][position % self.block_size]
 
     def _compute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        num_sampled, token_ids, logprobs, errors = [], [], [], {}
+        num_sampled, token_ids, logprobs, errors, num_ahead = [], [], [], {}, []
         lookahead = step.num_lookahead_tokens or [0] * len(step.slots)
         assert len(lookahead) == len(step.slots), step
         for slot, num_tokens, num_lookahead in zip(
@@ -407,11 +422,14 @@ class FakeExecutor(FakeLoras):
         ):
             state = self.slots[slot]
             sampled = []
-            for _ in range(1 + num_lookahead):
+            end = state.num_computed_tokens + num_tokens
+            num_accepted = self._accept(state, num_lookahead) if self.drafts else num_lookahead
+            for _ in range(1 + num_accepted):
                 # A step before this one; this row was scheduled before its result was known.
                 if state.has_failed:
                     break
-                digest = self._write(state, num_tokens if not sampled else 1)
+                is_draft = self.drafts and bool(sampled)
+                digest = self._write(state, 1 if sampled else num_tokens, is_draft=is_draft)
                 if state.num_computed_tokens < len(state.token_ids):
                     assert num_lookahead == 0, "lookahead behind a prompt that is not complete"
                     break
@@ -419,6 +437,8 @@ class FakeExecutor(FakeLoras):
                 if token_id is None:
                     break
                 sampled.append(token_id)
+            if self.drafts:
+                num_ahead.append(self._reject(state, end))
             num_sampled.append(len(sampled))
             token_ids += sampled
             if (
@@ -427,7 +447,19 @@ class FakeExecutor(FakeLoras):
                 and params.logprobs is not None
             ):
                 logprobs.append(self._logprobs(slot, sampled, params.logprobs))
-        return ModelRunnerOutput(num_sampled, token_ids, logprobs, errors)
+        return ModelRunnerOutput(num_sampled, token_ids, logprobs, errors, num_ahead=num_ahead)
+
+    def _accept(self, state: FakeSlot, num_lookahead: int) -> int:
+        """Return how many of a row's drafts are what the model draws."""
+        return state.digest_of_step(len(self.steps)) % (num_lookahead + 1)
+
+    def _reject(self, state: FakeSlot, end: int) -> int:
+        """Return how many tokens after the first `end` count as computed. A state is kept before
+        the first draft, which may be rejected.
+        """
+        if self.states is not None and not state.has_failed:
+            state.num_computed_tokens = min(end, state.num_computed_tokens)
+        return max(0, state.num_computed_tokens - end)
 
     def _sample(self, state: FakeSlot, digest: int, errors: dict[int, str]) -> int | None:
         """Append the next token to the slot and return it. On failure, return None and add to
@@ -445,8 +477,10 @@ class FakeExecutor(FakeLoras):
         state.token_ids.append(token_id)
         return token_id
 
-    def _write(self, state: FakeSlot, num_tokens: int) -> int:
-        """Compute `num_tokens` tokens into the slot's blocks and return the last digest."""
+    def _write(self, state: FakeSlot, num_tokens: int, *, is_draft: bool) -> int:
+        """Compute `num_tokens` tokens into the slot's blocks and return the last digest. A draft
+        leaves the state as it is.
+        """
         start, end = state.num_computed_tokens, state.num_computed_tokens + num_tokens
         assert end <= len(state.token_ids), (
             f"{state.request.request_id}: scheduled beyond its tokens"
@@ -463,8 +497,13 @@ class FakeExecutor(FakeLoras):
             digest = self._check_seen(state)
         else:
             digest = self._read(state.tables[0], start - 1) if start else state.digest
+        slot, states = state.request.slot, None if is_draft else self.states
+        if states is not None:
+            digest = states.read(slot, start, state.digest)
         for position in range(start, end):
             digest = extend_digest(digest, state.token_ids[position])
+            if states is not None:
+                states.write(slot, position, digest)
             for table in state.tables:
                 self.kv_cache[table[position // self.block_size]][position % self.block_size] = (
                     digest

@@ -5,6 +5,7 @@ Must not know: who is scheduled when, the memory behind a block, torch.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from ..request import Request
 from .block_pool import BlockPool, Blocks, KVCacheBlock, ParkedBlocks
 from .events import KEY_BYTES, KVEvents
 from .offload import OffloadedBlocks
+from .state_checkpoints import StateCheckpoints
 
 NOT_KEPT = -1  # in a table of host blocks
 
@@ -74,17 +76,19 @@ class KVCacheManager:
         max_spare_tokens: int = 0,
         events: KVEvents | None = None,
         offload: OffloadedBlocks | None = None,
+        checkpoints: StateCheckpoints | None = None,
     ):
         """max_spare_tokens: tokens for which a request may keep room that no step has used.
         events: receives what the prefix cache learns and forgets. offload: takes evicted blocks; it
-        needs a model with one group of layers and without a window.
+        needs a model with one group of layers and without a window. checkpoints: of a model that
+        keeps states, which the caller copies as a request begins, and without offload.
         """
         self.max_spare_tokens = max_spare_tokens
         self.layout = layout
         self.block_size = layout.block_size
         self.num_host_blocks = num_host_blocks
         self.enable_caching = enable_caching
-        self.events, self.offload = events, offload
+        self.events, self.offload, self.checkpoints = events, offload, checkpoints
         self.block_pool = BlockPool(num_blocks)
         if events is not None or offload is not None:
             self.block_pool = WatchedBlockPool(num_blocks, events, offload)
@@ -118,14 +122,15 @@ class KVCacheManager:
     def no_blocks(self) -> Blocks:
         return [[] for _ in self.layout.windows]
 
-    def get_computed_blocks(self, request: Request) -> Blocks:
-        """The longest beginning of the request's tokens for which the cache has all blocks that the
-        next token sees: in groups with a window, the last ones. Changes nothing.
+    def get_computed_blocks(self, request: Request, most: int = sys.maxsize) -> Blocks:
+        """The longest beginning of the request's tokens, of at most `most` blocks, for which the
+        cache has all blocks that the next token sees: in groups with a window, the last ones.
+        Changes nothing.
 
         At least one token remains to compute, since its logits are needed. A prompt that is cached
         to its end recomputes its last block.
         """
-        most = (request.num_tokens - 1) // self.block_size
+        most = min(most, (request.num_tokens - 1) // self.block_size)
         if not (most and self.enable_caching and request.reads_prefix_cache):
             return self.no_blocks()
         return self._find_cached(request.extend_block_hashes(self.block_size), most)
@@ -275,7 +280,7 @@ class KVCacheManager:
         """
         num_executed = request.num_executed_tokens
         if request.family is not None and request.family.has_unstarted:
-            self._release_before(tables, min(num_executed, request.num_prompt_tokens - 1))
+            self._release_before(tables, min(num_executed, self.num_shareable(request)))
             if num_wanted <= self.block_pool.num_free_blocks:
                 return
         self._release_before(tables, num_executed)
@@ -301,6 +306,17 @@ class KVCacheManager:
     def num_needed(self, num_tokens: int, blocks: Blocks) -> int:
         """Blocks that a request needs at a time, beside `blocks`, until it has `num_tokens`."""
         return max(0, self.layout.most_blocks(num_tokens) - len(self._kept(blocks)))
+
+    def num_shareable(self, request: Request) -> int:
+        """After how many tokens of the prompt the other completions of it may start: all but the
+        last, whose logits each needs for its own sample. States are not there after every token; 0:
+        each computes the prompt.
+        """
+        if self.checkpoints is None:
+            return request.num_prompt_tokens - 1
+        assert request.family is not None
+        checkpoint = self.checkpoints.shared_by(request.family)
+        return 0 if checkpoint is None else checkpoint.num_tokens
 
     def get_blocks(self, request: Request, num_tokens: int) -> Blocks | None:
         """The blocks with the first tokens of a running request, for another one to share.
@@ -414,6 +430,8 @@ class KVCacheManager:
         """The first `num_tokens` tokens of the request are computed, and their step has run."""
         if num_tokens // self.block_size > request.num_executed_tokens // self.block_size:
             self.cache_blocks(request, num_tokens)
+            if self.checkpoints is not None:
+                self.checkpoints.note_executed(request, num_tokens)
         request.num_executed_tokens = num_tokens
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -441,6 +459,8 @@ class KVCacheManager:
 
         Cached blocks stay findable until their space is needed.
         """
+        if self.checkpoints is not None:
+            self.checkpoints.end(request)
         self._num_cached.pop(request.request_id, None)
         tables = self._tables.pop(request.request_id, ())
         blocks = self._kept([*zip(*tables)])  # of all groups, position by position
@@ -454,16 +474,24 @@ class KVCacheManager:
             self.block_pool.uncache(block)
         if self.offload is not None:
             self.offload.forget(request.block_hashes)
+        if self.checkpoints is not None:
+            self.checkpoints.discard(request)
         self.free(request)
 
     def reset_prefix_cache(self) -> bool:
-        return self.block_pool.reset_prefix_cache()
+        """Drops what can be found, if no request holds a block; returns whether it did."""
+        was_reset = self.block_pool.reset_prefix_cache()
+        if was_reset and self.checkpoints is not None:
+            self.checkpoints.clear()
+        return was_reset
 
     def check_integrity(self, running: Sequence[Request], swapped: Sequence[Request] = ()) -> None:
         """Raises AssertionError unless running requests have tables that cover their tokens, a
         block counts the tables it is in, and swapped requests have host blocks.
         """
         self.block_pool.check_integrity()
+        if self.checkpoints is not None:
+            self.checkpoints.check_integrity(running, swapped)
         null = self.block_pool.null_block
         if sorted(self._tables) != sorted(request.request_id for request in running):
             raise AssertionError(f"tables of {list(self._tables)}, but {running} run")

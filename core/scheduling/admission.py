@@ -11,6 +11,7 @@ from ...ipc.models.kv_layout import KVLayout
 from ..forks import Family
 from ..kv_cache.block_pool import Blocks, KVCacheBlock
 from ..kv_cache.kv_cache_manager import KVCacheManager
+from ..kv_cache.state_checkpoints import Checkpoint, StateCheckpoints
 from ..request import Request
 
 
@@ -23,6 +24,10 @@ class StartPoint(NamedTuple):
     source: list[KVCacheBlock] | None = None
     is_fork: bool = False  # they belong to a sibling, whatever the prefix cache holds
     num_loaded: int = 0  # blocks after `blocks` that are to be loaded
+    # of a model that keeps states: the state after these tokens, unless the request brings its own
+    # or begins with the first token; and how many tokens there are blocks for
+    checkpoint: Checkpoint | None = None
+    num_shared: int = 0
 
 
 def find_start(manager: KVCacheManager, request: Request) -> StartPoint | None:
@@ -33,11 +38,14 @@ def find_start(manager: KVCacheManager, request: Request) -> StartPoint | None:
     """
     if request.num_swapped_tokens:
         return _find_swapped(manager, request)
-    family = request.family
-    if family is not None and not request.num_output_tokens:
+    family, checkpoints = request.family, manager.checkpoints
+    is_shareable = checkpoints is None or checkpoints.is_shareable(request)
+    if family is not None and not request.num_output_tokens and is_shareable:
         start = _find_prompt(manager, request, family)
         if start is not None or family.waits_for_prompt(request):
             return start
+    if checkpoints is not None:
+        return _find_checkpoint(manager, checkpoints, request)
     blocks = manager.get_computed_blocks(request)
     num_loaded = 0 if manager.offload is None else manager.count_offloaded(request, blocks)
     num_tokens = (len(blocks[0]) + num_loaded) * manager.block_size
@@ -45,27 +53,55 @@ def find_start(manager: KVCacheManager, request: Request) -> StartPoint | None:
 
 
 def _find_swapped(manager: KVCacheManager, request: Request) -> StartPoint:
-    """Its tokens in host memory count as computed; of those that are cached, nothing is copied."""
+    """Its tokens in host memory count as computed; of those that are cached, nothing is copied. If
+    the model keeps states, it starts where its own state is.
+    """
+    if manager.checkpoints is not None:
+        most = request.num_swapped_tokens // manager.block_size
+        return StartPoint(request.num_swapped_tokens, manager.get_computed_blocks(request, most))
     blocks = manager.get_computed_blocks(request)
     num_cached = len(blocks[0]) * manager.block_size
     return StartPoint(max(num_cached, request.num_swapped_tokens), blocks)
 
 
+def _find_checkpoint(
+    manager: KVCacheManager, checkpoints: StateCheckpoints, request: Request
+) -> StartPoint:
+    """The deepest checkpoint whose blocks the cache has."""
+    blocks = manager.get_computed_blocks(request)
+    num_shared = len(blocks[0]) * manager.block_size
+    while num_blocks := len(blocks[0]):
+        checkpoint = checkpoints.find(request.block_hashes[:num_blocks])
+        if checkpoint is None:
+            break
+        most = checkpoint.num_tokens // manager.block_size
+        if most == num_blocks:
+            return StartPoint(
+                checkpoint.num_tokens, blocks, checkpoint=checkpoint, num_shared=num_shared
+            )
+        blocks = manager.get_computed_blocks(request, most)
+    return StartPoint(0, manager.no_blocks(), num_shared=num_shared)
+
+
 def _find_prompt(manager: KVCacheManager, request: Request, family: Family) -> StartPoint | None:
-    """All but the last token of the prompt, whose logits each member needs for its own sample.
+    """What the members have in common (KVCacheManager.num_shareable).
 
     None if no member has it, or if a window has left it.
     """
-    num_tokens = request.num_prompt_tokens - 1
-    blocks = None
+    num_tokens = manager.num_shareable(request)
+    blocks = checkpoint = None
+    if manager.checkpoints is not None:
+        checkpoint = manager.checkpoints.shared_by(family)
+        if checkpoint is None:
+            return None
     if family.parked is not None and manager.holds_parked(family.parked):
         blocks = family.parked.blocks
     elif (source := family.find_source()) is not None:
         blocks = manager.get_blocks(source, num_tokens)
     if blocks is None:
         return None
-    if num_tokens % manager.block_size == 0:
-        return StartPoint(num_tokens, blocks, is_fork=True)
+    if num_tokens % manager.block_size == 0:  # always, at a checkpoint
+        return StartPoint(num_tokens, blocks, is_fork=True, checkpoint=checkpoint)
     if blocks[0][-1].ref_cnt == 0:
         # No request holds the partial block, so the request takes it instead of a copy: a free
         # block could be reallocated before it is copied.

@@ -15,6 +15,18 @@ from .state import SchedulerState
 _by_key = attrgetter("key")
 
 
+def _num_checkpoints(state: SchedulerState) -> int:
+    checkpoints = state.kv_cache_manager.checkpoints
+    return 0 if checkpoints is None else checkpoints.num_named
+
+
+def _shares_are_needed(state: SchedulerState) -> bool:
+    """Whether checkpoints are kept only for messages of which a member has not started."""
+    checkpoints = state.kv_cache_manager.checkpoints
+    waiting = {name for name, family in state.families.items() if family.has_unstarted}
+    return checkpoints is None or checkpoints.shared_families() <= waiting
+
+
 def describe(state: SchedulerState) -> dict[str, Any]:
     """Which request is in which list, for people and tests."""
     return {
@@ -34,6 +46,7 @@ def describe(state: SchedulerState) -> dict[str, Any]:
         "num_free_slots": len(state.free_slots),
         "num_free_blocks": state.kv_cache_manager.num_free_blocks,
         "num_cached_blocks": state.kv_cache_manager.block_pool.num_cached_blocks,
+        "num_state_checkpoints": _num_checkpoints(state),
         "kv_cache_usage": state.kv_cache_manager.usage,
     }
 
@@ -83,6 +96,7 @@ def check_integrity(state: SchedulerState) -> None:
             request_id for family in state.families.values() for request_id in family.members
         )
         == sorted(r.request_id for r in state.requests.values() if r.family is not None),
+        "states are kept for members that wait": _shares_are_needed(state),
     }
     broken = [claim for claim, holds in expected.items() if not holds]
     if broken:

@@ -36,6 +36,7 @@ from ...ipc.step_messages import ModelRunnerOutput, PreemptionCosts
 from ..kv_cache.events import KVEvents
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..kv_cache.offload import OffloadedBlocks
+from ..kv_cache.state_checkpoints import StateCheckpoints
 from ..output_rows import OutputRows
 from . import integrity, results
 from .preemption import PreemptionPolicy
@@ -56,10 +57,11 @@ class Scheduler(SchedulerState):
         burst_weights_bytes: int = 0,
         kv_cache_windows: Sequence[int] = (0,),
         offload: BlockOffload | None = None,
+        num_state_checkpoints: int | None = None,
     ):
         """`num_host_blocks`: blocks of host memory for preempted requests; `costs`: of bringing one
-        back, see PreemptionPolicy; `burst_weights_bytes`, `kv_cache_windows` and `offload`: see
-        Executor.
+        back, see PreemptionPolicy; `burst_weights_bytes`, `kv_cache_windows`, `offload` and
+        `num_state_checkpoints`: see Executor.
         """
         limits, counters = StepLimits.of(config, burst_weights_bytes), EngineCounters()
         layout = make_layout(config, kv_cache_windows)
@@ -72,6 +74,7 @@ class Scheduler(SchedulerState):
             max_spare_tokens=most_ahead,
             events=KVEvents(layout) if config.cache_config.publishes_kv_events else None,
             offload=None if offload is None else OffloadedBlocks(offload, counters),
+            checkpoints=_make_checkpoints(config, num_state_checkpoints, counters),
         )
         mode = config.scheduler_config.preemption_mode
         policy = PreemptionPolicy(mode, costs, layout)
@@ -85,7 +88,7 @@ class Scheduler(SchedulerState):
         made_room, shares = [], None
         if len(self.waiting.owners) > 1:
             made_room, shares = preempt_for_others(self), divide_budget(self)
-        step = begin_step(self, self._freed_slots, self._blocks_to_swap_out)
+        step = begin_step(self, self._freed_slots, self._blocks_to_swap_out, self._state_copies)
         budget, preempted = schedule_running(self, step, shares)
         offload = self.kv_cache_manager.offload
         if offload is not None and self._blocks_to_swap_out:
@@ -100,7 +103,7 @@ class Scheduler(SchedulerState):
             offload.flush()
         if not step.requests:
             return None
-        self._freed_slots, self._blocks_to_swap_out = [], []
+        self._freed_slots, self._blocks_to_swap_out, self._state_copies = [], [], []
         self.num_steps += 1
         return step
 
@@ -131,3 +134,19 @@ class Scheduler(SchedulerState):
     def check_integrity(self) -> None:
         """Raises AssertionError if the state is not consistent."""
         integrity.check_integrity(self)
+
+
+def _make_checkpoints(
+    config: EngineConfig, num_places: int | None, counters: EngineCounters
+) -> StateCheckpoints | None:
+    """num_places: see Executor.num_state_checkpoints."""
+    if num_places is None:
+        return None
+    first = config.scheduler_config.max_num_seqs
+    return StateCheckpoints(
+        range(first, first + num_places),
+        config.cache_config.block_size,
+        config.cache_config.state_checkpoint_interval,
+        counters,
+        is_cache=config.cache_config.enable_prefix_caching,
+    )

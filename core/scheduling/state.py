@@ -126,6 +126,8 @@ class SchedulerState:
         # since the last step; not sent to the runner yet
         self._freed_slots: list[int] = []
         self._blocks_to_swap_out: list[tuple[int, int]] = []
+        # in the order in which they were decided, which is the order in which they are made
+        self._state_copies: list[tuple[int, int]] = []
         self._offload_medium = DISK if config.cache_config.kv_offloading_path else CPU
 
     # ------------------------------------------------------------ requests come
@@ -282,6 +284,9 @@ class SchedulerState:
         self._blocks_to_swap_out = [
             pair for pair in self._blocks_to_swap_out if pair[1] not in freed
         ]
+        if self.kv_cache_manager.checkpoints is not None:
+            place = self.kv_cache_manager.checkpoints.unpark(request)
+            self._state_copies = [pair for pair in self._state_copies if pair[1] != place]
         request.num_swapped_tokens = 0
 
     def _leave_family(self, request: Request, family: Family, reason: FinishReason) -> None:
@@ -297,10 +302,15 @@ class SchedulerState:
         if family.parked is not None and not (is_parked and family.members):
             manager.unpark(family.parked)
             family.parked = None
+        checkpoints = manager.checkpoints
+        if checkpoints is not None and not family.has_unstarted:
+            checkpoints.unshare(family)
         if not family.members:
             del self.families[family.request_id]
         elif has_prompt and not is_parked and family.find_source() is None:
-            family.parked = manager.park(request, request.num_prompt_tokens - 1)
+            # of no use where each member has to compute the prompt
+            if checkpoints is None or checkpoints.shared_by(family) is not None:
+                family.parked = manager.park(request, manager.num_shareable(request))
 
     # ------------------------------------------------------------ requests lose their place
 
@@ -310,9 +320,10 @@ class SchedulerState:
         It loses its slot and blocks and waits in its place, to be recomputed or with its KV entries
         in host memory.
         """
+        slot = victim.slot
         self._release_slot(victim)
         may_swap = may_swap and self.preemption.prefers_swap(victim)
-        pairs = self.kv_cache_manager.swap_out(victim) if may_swap else None
+        pairs = self._swap_out(victim, slot) if may_swap else None
         if pairs is not None:
             self._blocks_to_swap_out.extend(pairs)
             self.counters.num_blocks_swapped_out += len(pairs)
@@ -329,6 +340,24 @@ class SchedulerState:
         self.waiting.add(victim)
         self.lora_slots.reconsider()
         self.counters.num_preemptions += 1
+
+    def _swap_out(self, victim: Request, slot: int | None) -> list[tuple[int, int]] | None:
+        """The copies to make, (device, host), so that the victim can continue. None if there is no
+        room for its blocks, or for its state, which was in `slot`.
+        """
+        checkpoints = self.kv_cache_manager.checkpoints
+        if checkpoints is None:
+            return self.kv_cache_manager.swap_out(victim)
+        place = checkpoints.park(victim)
+        if place is None:
+            return None
+        pairs = self.kv_cache_manager.swap_out(victim)
+        if pairs is None:
+            checkpoints.unpark(victim)
+            return None
+        assert slot is not None  # it was running
+        self._state_copies.append((slot, place))
+        return pairs
 
     def preempt_all(self) -> None:
         """Preempts all requests by recompute: they release blocks and slots and continue from the

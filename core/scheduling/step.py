@@ -18,6 +18,7 @@ from operator import attrgetter
 
 from ...ipc.models.kv_layout import MAX_BURST, lookahead_of
 from ...ipc.step_messages import NewRequestData, SchedulerOutput
+from ..forks import Family
 from ..request import Request, RequestOwner, RequestStatus
 from .admission import StartPoint, find_start, has_room, num_missing_blocks
 from .state import SchedulerState
@@ -88,7 +89,10 @@ def choose_num_passes(state: SchedulerState) -> int:
 
 
 def begin_step(
-    state: SchedulerState, freed_slots: list[int], swap_out: list[tuple[int, int]]
+    state: SchedulerState,
+    freed_slots: list[int],
+    swap_out: list[tuple[int, int]],
+    state_copies: list[tuple[int, int]],
 ) -> ScheduledStep:
     """A step without rows."""
     num_passes = choose_num_passes(state)
@@ -100,6 +104,7 @@ def begin_step(
         new_block_ids=[],
         freed_slots=freed_slots,
         blocks_to_swap_out=swap_out,
+        state_copies=state_copies,
         num_passes=num_passes if state.limits.drafts else 1,
     )
     return ScheduledStep(output, lookahead_of(num_passes, state.limits.num_tokens_per_pass))
@@ -123,6 +128,11 @@ def add_row(
     if step.max_lookahead:
         output.num_lookahead_tokens.append(num_lookahead)
     end = computed + num_tokens
+    if (checkpoints := state.kv_cache_manager.checkpoints) is not None:
+        # drafts may be rejected, so that the state stays before them
+        last = end if state.limits.drafts else end + num_lookahead
+        if (save := checkpoints.take(request, computed, last)) is not None:
+            output.state_saves.append((request.slot, save[0] - 1, save[1]))
     is_sampled = end == len(request.token_ids) + request.num_pending_tokens
     num_expected = 1 + num_lookahead if is_sampled else 0
     request.num_pending_tokens += num_expected
@@ -162,6 +172,7 @@ def schedule_running(
         num_tokens = len(request.token_ids) + num_pending - request.num_computed_tokens
         if num_tokens > 1:
             num_tokens = min(num_tokens, limits.max_chunk_tokens, budget)
+            num_tokens = fit_to_checkpoints(state, request, request.num_computed_tokens, num_tokens)
         # its last token is being sampled, or it is not known yet how many drafts are accepted, or
         # the first stage would have to wait for the token
         if num_pending and (request.num_tokens_left <= 0 or limits.drafts or has_stages):
@@ -188,6 +199,18 @@ def schedule_running(
         budget -= num_tokens
         index += 1
     return budget, preempted
+
+
+def fit_to_checkpoints(
+    state: SchedulerState, request: Request, first: int, num_tokens: int, num_shared: int = 0
+) -> int:
+    """How many of these tokens of a prompt, after its first `first` ones, the row may have if the
+    model keeps states. num_shared: see StateCheckpoints.fit.
+    """
+    checkpoints = state.kv_cache_manager.checkpoints
+    if checkpoints is None or not state.limits.enable_chunked_prefill:
+        return num_tokens
+    return checkpoints.fit(request, first, num_tokens, num_shared)
 
 
 class RowBounds:
@@ -259,6 +282,9 @@ def admit_waiting(
         if num_tokens > budget and not limits.enable_chunked_prefill:
             return "budget"
         num_tokens = min(num_tokens, budget)
+        num_tokens = fit_to_checkpoints(
+            state, request, start.num_tokens, num_tokens, start.num_shared
+        )
         is_whole = start.num_tokens + num_tokens == request.num_tokens
         if is_whole and num_samples_left <= 0:
             return "budget"
@@ -318,16 +344,19 @@ def _admit(
 ) -> None:
     if start.source is not None:
         _copy_partial_blocks(state, step, start, block_ids)
+    request.slot = heapq.heappop(state.free_slots)
+    if state.kv_cache_manager.checkpoints is not None:
+        _restore_state(state, step, request, request.slot, start)
     if request.num_swapped_tokens:
         _swap_in(state, step, request, len(start.blocks[0]))
     request.status = RequestStatus.RUNNING
     request.num_computed_tokens = start.num_tokens
-    request.slot = heapq.heappop(state.free_slots)
     insort(state.running, request, key=_by_key)
     if request.adapter is not None:
         state.lora_slots.start(request.adapter, state.num_steps)
     if request.family is not None:
         request.family.note_start(request)
+        _share_checkpoint(state, request.family, start)
     if request.num_cached_tokens is None:  # else it was preempted
         _note_first_start(state, request, start)
     step.output.new_requests.append(
@@ -342,6 +371,36 @@ def _admit(
             cache_salt=request.cache_salt,
         )
     )
+
+
+def _restore_state(
+    state: SchedulerState, step: ScheduledStep, request: Request, slot: int, start: StartPoint
+) -> None:
+    """Has the state copied with which the request continues."""
+    checkpoints = state.kv_cache_manager.checkpoints
+    assert checkpoints is not None
+    place, kept = checkpoints.unpark(request), start.num_tokens
+    if place is not None:  # it was swapped out, between two checkpoints
+        num_blocks = start.num_tokens // state.kv_cache_manager.block_size
+        before = checkpoints.find(request.block_hashes[:num_blocks])
+        kept = 0 if before is None else before.num_tokens
+    elif start.checkpoint is not None:
+        place = start.checkpoint.place
+        checkpoints.use(start.checkpoint)
+    if place is not None:
+        step.output.state_copies.append((place, slot))
+    checkpoints.begin(request, kept, start.num_shared)
+
+
+def _share_checkpoint(state: SchedulerState, family: Family, start: StartPoint) -> None:
+    """The other members may start where the first one has started, at least."""
+    checkpoints = state.kv_cache_manager.checkpoints
+    if checkpoints is None:
+        return
+    if not family.has_unstarted:
+        checkpoints.unshare(family)
+    elif start.checkpoint is not None:
+        checkpoints.share(family, start.checkpoint)
 
 
 def _copy_partial_blocks(

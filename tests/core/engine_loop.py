@@ -15,15 +15,19 @@ from quire.tests.fakes import FakeExecutor, make_config
 def make_core(
     burst_weights_bytes: int = 0,
     windows: tuple[int, ...] = (0,),
+    num_state_checkpoints: int | None = None,
     host: Host = Host(),
     check_every_step: bool = True,
     **arguments,
 ) -> EngineCore:
-    """`burst_weights_bytes` and `windows` (of the groups of layers) are the fake executor's."""
+    """`burst_weights_bytes`, `windows` (of the groups of layers) and `num_state_checkpoints` are the
+    fake executor's.
+    """
     config = make_config(**arguments)
     executor = FakeExecutor(config)
     executor.burst_weights_bytes = burst_weights_bytes
     executor.kv_cache_windows = windows
+    executor.num_state_checkpoints = num_state_checkpoints
     core = EngineCore(config, executor, host=host, check_every_step=check_every_step)
     core.scheduler.limits.least_samples = (
         1  # few requests are in several steps, where there are stages

@@ -16,10 +16,16 @@ class Loop:
     Collects each request's tokens and finish, and checks both after every step.
     """
 
-    def __init__(self, windows: tuple[int, ...] = (0,), **arguments):
+    def __init__(
+        self,
+        windows: tuple[int, ...] = (0,),
+        num_state_checkpoints: int | None = None,
+        **arguments,
+    ):
         self.config = make_config(**{"preemption_mode": "recompute", **arguments})
         self.executor = FakeExecutor(self.config)
         self.executor.kv_cache_windows = windows
+        self.executor.num_state_checkpoints = num_state_checkpoints
         num_blocks = self.executor.determine_num_blocks()
         self.executor.initialize_kv_cache(num_blocks)
         self.scheduler = Scheduler(
@@ -27,6 +33,7 @@ class Loop:
             num_blocks,
             *self.executor.initialize_swap_space(),
             kv_cache_windows=windows,
+            num_state_checkpoints=num_state_checkpoints,
         )
         self.rows = OutputRows()
         self.tokens: dict[str, list[int]] = {}

@@ -14,8 +14,9 @@ from quire.ipc.step_messages import SchedulerOutput
 class FakeStates:
     """The places of slots, and those of checkpoints after them."""
 
-    def __init__(self, num_slots: int, num_checkpoints: int):
-        self.num_slots = num_slots
+    def __init__(self, num_slots: int, num_checkpoints: int, *, drafts: bool):
+        """drafts: whether lookahead tokens are drafts, after which no state is kept."""
+        self.num_slots, self._drafts = num_slots, drafts
         rng = random.Random(0)
         self.places = [rng.getrandbits(32) for _ in range(num_slots + num_checkpoints)]
         self._saves: dict[int, tuple[int, int]] = {}  # of the step, by slot: position, place
@@ -32,7 +33,9 @@ class FakeStates:
         places = {place for _, place in self._saves.values()}
         assert len(places) == len(self._saves), f"a place is written twice: {step.state_saves}"
         assert all(self.num_slots <= place < len(self.places) for place in places), places
-        lookahead = step.num_lookahead_tokens or [0] * len(step.slots)
+        lookahead = [0] * len(step.slots)
+        if step.num_lookahead_tokens and not self._drafts:
+            lookahead = step.num_lookahead_tokens
         rows = zip(step.slots, step.num_computed_tokens, step.num_scheduled_tokens, lookahead)
         ranges = {slot: (first, first + num + ahead) for slot, first, num, ahead in rows}
         for slot, (position, _) in self._saves.items():

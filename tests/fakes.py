@@ -189,7 +189,7 @@ class FakeExecutor(FakeLoras):
         self.kv_cache = [[None] * self.block_size for _ in range(num_blocks)]
         if self.num_state_checkpoints is not None:
             num_slots = self.config.scheduler_config.max_num_seqs
-            self.states = FakeStates(num_slots, self.num_state_checkpoints)
+            self.states = FakeStates(num_slots, self.num_state_checkpoints, drafts=self.drafts)
         return num_blocks * self.block_size * 8
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:

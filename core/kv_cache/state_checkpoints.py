@@ -193,8 +193,7 @@ class StateCheckpoints:
             stops = [last] if request.family is not None and request.family.has_unstarted else []
         hashes = request.extend_block_hashes(self._block_size) if stops else []
         for stop in stops:
-            is_apart = stop % self._interval == 0 or stop - kept >= self._least_tokens
-            if not (first < stop <= end and is_apart):
+            if not first < stop <= end or stop - kept < self._least_tokens:
                 continue
             kept, index = stop, stop // self._block_size - 1
             if index >= len(hashes) or hashes[index] not in self._named:

@@ -20,8 +20,8 @@ def make_core(
     check_every_step: bool = True,
     **arguments,
 ) -> EngineCore:
-    """`burst_weights_bytes`, `windows` (of the groups of layers) and `num_state_checkpoints` are the
-    fake executor's.
+    """`burst_weights_bytes`, `windows` (of the groups of layers) and `num_state_checkpoints` are
+    the fake executor's.
     """
     config = make_config(**arguments)
     executor = FakeExecutor(config)

@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.core.engine_core import EngineCore
+from quire.ipc.errors import InvalidParameterError
 from quire.ipc.messages import EngineCoreRequest, FinishReason
 from quire.ipc.models.kv_layout import make_layout
 from quire.ipc.params import SamplingParams
-from quire.tests.core.engine_loop import assert_nothing_left, make_core, make_request, run, step
+from quire.tests.core.engine_loop import assert_nothing_left, make_core, run
+from quire.tests.core.scheduling.loop import Loop, distinct
+from quire.tests.core.test_forks import assert_answers, family
 from quire.tests.core.test_random_workloads import assert_as_expected, drive, random_jobs
 from quire.tests.fakes import expected_output, make_config
 
@@ -44,7 +47,7 @@ def make_tight_core(spare_blocks: int, **arguments) -> EngineCore:
     return make_core(**arguments, num_gpu_blocks_override=1 + needed + spare_blocks)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
     num_jobs=st.integers(1, 30),
@@ -59,7 +62,7 @@ def test_no_setting_changes_an_output_or_leaks(seed, num_jobs, arguments, drafts
     assert_nothing_left(core)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32), arguments=SETTINGS, nan=st.integers(0, 20))
 def test_failures_leave_no_state_to_others(seed, arguments, nan):
     """A request fails at a random token; the others, which may have begun alike, are right."""
@@ -76,3 +79,241 @@ def test_failures_leave_no_state_to_others(seed, arguments, nan):
         if request.request_id not in failing and answer.reason is not FinishReason.ABORT:
             assert (answer.tokens, answer.reason) == (tokens, reason)
     assert_nothing_left(core)
+
+
+def state_loop(num_state_checkpoints: int = 40, **arguments) -> Loop:
+    long = {"max_model_len": 4096, "num_gpu_blocks_override": 1025, "max_num_seqs": 4}
+    return Loop(num_state_checkpoints=num_state_checkpoints, **{**long, **arguments})
+
+
+def num_computed(loop: Loop) -> int:
+    """Return how many tokens the executor has computed so far."""
+    return sum(
+        step.total_num_scheduled_tokens + sum(step.num_lookahead_tokens)
+        for step in loop.executor.steps
+    )
+
+
+def answer(loop: Loop, name: str, prompt: list[int], max_tokens: int = 8, **fields) -> list[int]:
+    """Run a request alone, and check its tokens."""
+    loop.add(name, prompt, max_tokens=max_tokens, **fields)
+    loop.run()
+    request = EngineCoreRequest(
+        name, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    )
+    tokens, reason, stop = expected_output(prompt, request.sampling_params, [], loop.config)
+    assert (loop.tokens[name], *loop.ends[name]) == (tokens, reason, stop)
+    return tokens
+
+
+@pytest.mark.parametrize("interval", [128, 512])
+@pytest.mark.parametrize(
+    ("num_prompt", "num_output"), [(700, 5), (700, 90), (1000, 200), (64, 300)]
+)
+@pytest.mark.parametrize("num_scheduler_steps", [1, 7])
+def test_a_second_turn_computes_its_own_tokens_and_an_interval(
+    interval, num_prompt, num_output, num_scheduler_steps
+):
+    loop = state_loop(state_checkpoint_interval=interval, num_scheduler_steps=num_scheduler_steps)
+    prompt = distinct(0, num_prompt)
+    for turn in range(3):
+        before = num_computed(loop)
+        num_new = 30 if turn else num_prompt
+        prompt = [*prompt, *answer(loop, f"turn-{turn}", prompt, num_output), *distinct(turn, 30)]
+        # each answer's last token is not computed
+        assert num_computed(loop) - before <= num_new + 1 + interval + num_output - 1
+    stats = loop.scheduler.stats()
+    assert stats.num_states_restored == 2 and stats.num_states_evicted == 0
+
+
+def test_a_next_turn_without_the_reasoning_starts_at_the_end_of_the_prompt():
+    loop = state_loop()
+    prompt = distinct(0, 300)
+    answer(loop, "first", prompt, 100)
+    answer(loop, "second", [*prompt, *distinct(5, 50)])
+    assert loop.cached == {"first": 0, "second": 288}
+
+
+def test_the_third_prompt_that_begins_alike_gains():
+    """The first one has no checkpoint where the second one leaves it."""
+    loop = state_loop()
+    common = distinct(0, 200)
+    for i in range(3):
+        answer(loop, str(i), [*common, *distinct(i + 1, 300)])
+    assert loop.cached == {"0": 0, "1": 0, "2": 192}
+
+
+def test_a_hit_copies_the_state_before_its_place_is_written_again():
+    """With one place, the checkpoint that a request starts from makes room for its own."""
+    loop = state_loop(1)
+    prompt = distinct(0, 100)
+    answer(loop, "first", prompt, 2)
+    answer(loop, "second", [*prompt, *distinct(3, 200)], 2)
+    [place] = loop.scheduler.kv_cache_manager.checkpoints.places
+    both = [step for step in loop.executor.steps if step.state_copies and step.state_saves]
+    assert [(step.state_copies, step.state_saves) for step in both] == [
+        ([(place, 0)], [(0, 287, place)])
+    ]
+    assert loop.cached["second"] == 96
+    assert loop.scheduler.stats().num_states_evicted == 1
+
+
+def test_short_prompts_take_no_place():
+    loop = state_loop()
+    answer(loop, "short", distinct(0, 60), 4)
+    assert not any(step.state_saves for step in loop.executor.steps)
+    assert loop.scheduler.state()["num_state_checkpoints"] == 0
+
+
+def test_a_block_that_is_lost_makes_its_checkpoint_useless():
+    loop = state_loop()
+    prompt = distinct(0, 300)
+    answer(loop, "first", prompt)
+    manager = loop.scheduler.kv_cache_manager
+    request_hashes = [*manager.block_pool._cached]
+    manager.block_pool.uncache(manager.block_pool.get_cached_block(request_hashes[3]))
+    answer(loop, "second", prompt)
+    assert loop.cached["second"] == 0
+
+
+def test_a_checkpoint_that_is_lost_leaves_an_earlier_one():
+    loop = state_loop(state_checkpoint_interval=128)
+    prompt = distinct(0, 300)
+    answer(loop, "first", prompt)
+    checkpoints = loop.scheduler.kv_cache_manager.checkpoints
+    deepest = max(checkpoints._named.values(), key=lambda one: one.num_tokens)
+    checkpoints._forget(deepest)
+    answer(loop, "second", prompt)
+    assert loop.cached["second"] == 128
+
+
+def swapping(num_state_checkpoints: int, **arguments) -> Loop:
+    """Run four requests with room for two."""
+    loop = state_loop(
+        num_state_checkpoints,
+        max_model_len=256,
+        num_gpu_blocks_override=33,
+        preemption_mode="swap",
+        enable_prefix_caching=False,
+        **arguments,
+    )
+    for i in range(4):
+        loop.add(str(i), distinct(i, 100), max_tokens=120)
+    loop.run()
+    for i in range(4):
+        params = SamplingParams(temperature=0.0, max_tokens=120)
+        assert loop.tokens[str(i)] == expected_output(distinct(i, 100), params, [], loop.config)[0]
+    return loop
+
+
+def test_a_swapped_request_has_its_state_in_a_place():
+    loop = swapping(4)
+    copies = [pair for step in loop.executor.steps for pair in step.state_copies]
+    parked = sorted(destination for _, destination in copies if destination >= 4)
+    assert parked and parked == sorted(source for source, _ in copies if source >= 4)
+    assert loop.scheduler.stats().num_recomputed_tokens == 0
+
+
+def test_without_a_place_a_request_is_computed_again():
+    loop = swapping(0)
+    stats = loop.scheduler.stats()
+    assert stats.num_preemptions and not stats.num_blocks_swapped_out
+    assert stats.num_recomputed_tokens > 0
+
+
+def test_a_swapped_request_that_is_aborted_gives_its_place_back():
+    loop = state_loop(1, max_model_len=256, num_gpu_blocks_override=17, preemption_mode="swap")
+    for i in range(2):
+        loop.add(str(i), distinct(i, 100), max_tokens=150)
+    while not loop.state("swapped"):
+        loop.step()
+    checkpoints = loop.scheduler.kv_cache_manager.checkpoints
+    assert checkpoints._parked == {"1": 4}
+    loop.scheduler.abort_requests(["1"], 0)
+    loop.scheduler.check_integrity()
+    assert checkpoints._parked == {}
+    loop.run()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("num_prompt", "start"), [(40, 0), (65, 64), (300, 288)])
+def test_completions_start_from_the_last_checkpoint_of_their_prompt(num_prompt, start, caching):
+    loop = state_loop(enable_prefix_caching=caching, max_num_seqs=8)
+    expected = family(loop, num_prompt, 5)
+    if start:
+        assert loop.step() == {"0_r": num_prompt}
+        rest = {f"{i}_r": num_prompt - start for i in range(1, 5)}
+        assert loop.step() == {"0_r": 1, **rest}
+    loop.run()
+    assert_answers(loop, expected)
+    assert not any(step.blocks_to_copy for step in loop.executor.steps)
+    checkpoints = loop.scheduler.kv_cache_manager.checkpoints
+    assert checkpoints.shared_families() == set()
+    assert caching or checkpoints.num_named == 0
+
+
+def test_completions_that_start_late_find_their_checkpoint():
+    """The first ones have ended, and others have taken all places that are not kept."""
+    loop = state_loop(2, max_num_seqs=2, enable_prefix_caching=False)
+    expected = family(loop, 200, 6, max_tokens=3)
+    for i in range(4):
+        loop.add(f"other-{i}", distinct(i + 1, 300), max_tokens=30, n=2, temperature=1.0)
+    loop.run()
+    assert_answers(loop, expected)
+    # the prompt once; each of the others starts after 192 tokens
+    prompt = sum(
+        num
+        for step in loop.executor.steps
+        for slot, num, computed in zip(
+            step.slots, step.num_scheduled_tokens, step.num_computed_tokens, strict=True
+        )
+        if computed in (0, 192) and num in (8, 200)
+    )
+    assert prompt == 200 + 5 * 8
+
+
+def test_a_request_that_fails_leaves_no_checkpoint():
+    loop = state_loop()
+    prompt = distinct(0, 300)
+    loop.executor.errors["bad", 3] = "a scripted failure"
+    loop.add("bad", prompt)
+    loop.run()
+    assert loop.state("num_state_checkpoints") == 0
+    answer(loop, "good", prompt)
+    assert loop.cached["good"] == 0
+
+
+def test_a_reset_and_a_sleep_forget_them():
+    core = make_core(num_state_checkpoints=20)
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=90)
+    request = EngineCoreRequest("r", distinct(0, 100), params)
+    expected = expected_output(distinct(0, 100), params, [], core.config)[0]
+    for forget in ("reset_prefix_cache", "sleep", "reset_prefix_cache"):
+        core.add_request(request)
+        answer = run(core)[0]["r"]
+        assert answer.tokens == expected and answer.num_cached_tokens == 0
+        assert core.observer.scheduler_state()["num_state_checkpoints"] == 2
+        core.call_utility(forget, [])
+        assert core.observer.scheduler_state()["num_state_checkpoints"] == 0
+        core.call_utility("wake_up", [])
+
+
+def test_drafts_are_computed_again_and_no_checkpoint_is_among_them():
+    loop = state_loop(speculative_config=DRAFTS)
+    answer(loop, "first", distinct(0, 100), 200)
+    rows = [
+        (step.num_computed_tokens[0], step.num_scheduled_tokens[0], step.num_lookahead_tokens[0])
+        for step in loop.executor.steps
+    ]
+    assert any(num > 1 and ahead for first, num, ahead in rows if first >= 100)
+    ends = [first + num for first, num, _ in rows]
+    assert [first for first, _, _ in rows[1:]] == ends[:-1]  # what was accepted is computed again
+    saved = [(step, save) for step in loop.executor.steps for save in step.state_saves]
+    assert len(saved) > 5
+    for step, (_, position, _) in saved:
+        assert position < step.num_computed_tokens[0] + step.num_scheduled_tokens[0]
+
+
+def test_offload_is_refused():
+    with pytest.raises(InvalidParameterError, match="kv_offloading_size"):
+        make_core(num_state_checkpoints=5, kv_offloading_size=1.0)

@@ -45,7 +45,9 @@ class SimulatedExecutor(FakeExecutor):
         super().__init__(config)
         self.holds_reads = True
         self.world = world
-        self.poison_after = config.model_config.hf_overrides.get("poison_after", 0)
+        overrides = config.model_config.hf_overrides
+        self.poison_after = overrides.get("poison_after", 0)
+        self.num_state_checkpoints = overrides.get("num_state_checkpoints")
 
     def submit_model(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
         future: Future[ModelRunnerOutput] = Future()

@@ -165,7 +165,7 @@ class Program:
     def __init__(self, world: World, name: str, config: EngineConfig, daemon: Daemon | None):
         self.world, self.name, self.config, self.rng = world, name, config, world.rng
         self.is_blocking = daemon is None and self.rng.random() < 0.4
-        has_poison = bool(config.model_config.hf_overrides) and name == "a"
+        has_poison = "poison_after" in config.model_config.hf_overrides and name == "a"
         self.jobs = random_jobs(self.rng, name, has_poison)
         if config.lora_config.enable_lora:
             for job in self.jobs:
@@ -340,8 +340,11 @@ def simulate(seed: int, *, is_printing: bool = False) -> Outcome:
     rng = world.rng
     is_daemon = rng.random() < 0.3
     overrides = {"poison_after": rng.choice([1, 2, 20])} if rng.random() < 0.25 else {}
+    if seed % 4 == 1:  # the model keeps states
+        overrides["num_state_checkpoints"] = 1 + seed % 9
     config = make_config(
         hf_overrides=overrides,
+        state_checkpoint_interval=32,
         engine_restarts=1000,
         seed=rng.randrange(1000),
         max_num_seqs=rng.choice([2, 8]),

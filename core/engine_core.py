@@ -491,6 +491,7 @@ def _load(
         burst_weights_bytes=executor.burst_weights_bytes,
         kv_cache_windows=executor.kv_cache_windows,
         offload=executor.initialize_offload(),
+        max_num_seqs=executor.max_num_seqs,
         num_state_checkpoints=executor.num_state_checkpoints,
     )
     return scheduler, Ready(config, num_blocks, kv_cache_bytes, epoch, engine_index)

@@ -57,6 +57,7 @@ class SmallEngine:
             costs,
             burst_weights_bytes=self.worker.burst_weights_bytes,
             kv_cache_windows=self.worker.kv_cache_windows,
+            max_num_seqs=self.worker.max_num_seqs,
             num_state_checkpoints=self.worker.num_state_checkpoints,
         )
         self.rows = OutputRows()

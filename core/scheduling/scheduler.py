@@ -57,13 +57,15 @@ class Scheduler(SchedulerState):
         burst_weights_bytes: int = 0,
         kv_cache_windows: Sequence[int] = (0,),
         offload: BlockOffload | None = None,
+        max_num_seqs: int | None = None,
         num_state_checkpoints: int | None = None,
     ):
         """`num_host_blocks`: blocks of host memory for preempted requests; `costs`: of bringing one
-        back, see PreemptionPolicy; `burst_weights_bytes`, `kv_cache_windows`, `offload` and
-        `num_state_checkpoints`: see Executor.
+        back, see PreemptionPolicy; `burst_weights_bytes`, `kv_cache_windows`, `offload`,
+        `max_num_seqs` (None: as configured) and `num_state_checkpoints`: see Executor.
         """
-        limits, counters = StepLimits.of(config, burst_weights_bytes), EngineCounters()
+        limits = StepLimits.of(config, burst_weights_bytes, max_num_seqs)
+        counters = EngineCounters()
         layout = make_layout(config, kv_cache_windows)
         most_ahead = lookahead_of(MAX_BURST, limits.num_tokens_per_pass) if limits.drafts else 0
         manager = KVCacheManager(
@@ -142,6 +144,7 @@ def _make_checkpoints(
     """num_places: see Executor.num_state_checkpoints."""
     if num_places is None:
         return None
+    # also where memory has room for the states of fewer requests at a time
     first = config.scheduler_config.max_num_seqs
     return StateCheckpoints(
         range(first, first + num_places),

@@ -59,8 +59,10 @@ class StepLimits:
     burst_weights_bytes: int
 
     @classmethod
-    def of(cls, config: EngineConfig, burst_weights_bytes: int = 0) -> StepLimits:
-        """burst_weights_bytes: see Executor."""
+    def of(
+        cls, config: EngineConfig, burst_weights_bytes: int = 0, max_num_seqs: int | None = None
+    ) -> StepLimits:
+        """burst_weights_bytes and max_num_seqs (None: as configured): see Executor."""
         scheduling = config.scheduler_config
         budget = resolved(scheduling.max_num_batched_tokens)
         num_stages = config.device_config.pipeline_parallel_size
@@ -77,7 +79,7 @@ class StepLimits:
         is_free = scheduling.num_scheduler_steps == 0 and not scheduling.async_scheduling
         return cls(
             max_model_len=resolved(config.model_config.max_model_len),
-            max_num_seqs=scheduling.max_num_seqs,
+            max_num_seqs=max_num_seqs or scheduling.max_num_seqs,
             max_num_batched_tokens=budget,
             max_chunk_tokens=max_chunk_tokens,
             enable_chunked_prefill=scheduling.enable_chunked_prefill,

@@ -14,7 +14,7 @@ from quire.tests.core.engine_loop import assert_nothing_left, make_core, run
 from quire.tests.core.scheduling.loop import Loop, distinct
 from quire.tests.core.test_forks import assert_answers, family
 from quire.tests.core.test_random_workloads import assert_as_expected, drive, random_jobs
-from quire.tests.fakes import expected_output, make_config
+from quire.tests.fakes import FakeExecutor, expected_output, make_config
 
 SETTINGS = st.fixed_dictionaries(
     {
@@ -317,3 +317,21 @@ def test_drafts_are_computed_again_and_no_checkpoint_is_among_them():
 def test_offload_is_refused():
     with pytest.raises(InvalidParameterError, match="kv_offloading_size"):
         make_core(num_state_checkpoints=5, kv_offloading_size=1.0)
+
+
+def test_fewer_requests_run_where_memory_has_fewer_states():
+    config = make_config(max_num_seqs=4)
+    executor = FakeExecutor(config)
+    executor.max_num_seqs, executor.num_state_checkpoints = 2, 3
+    core = EngineCore(config, executor, check_every_step=True)
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=5)
+    for i in range(5):
+        core.add_request(EngineCoreRequest(str(i), distinct(i, 100), params))
+    answers = run(core)[0]
+    for i in range(5):
+        expected = expected_output(distinct(i, 100), params, [], config)[0]
+        assert answers[str(i)].tokens == expected
+    assert max(len(step.slots) for step in executor.steps) == 2
+    # the places of checkpoints come after those of all slots
+    assert {place for step in executor.steps for _, _, place in step.state_saves} == {4, 5, 6}
+    core.check_integrity()

@@ -51,7 +51,7 @@ class TransformersEncoder(TextEncoder):
         model.eval()
         self.num_token_types = 1 + config.has_pair_types if config.type_vocab_size else 0
         self._is_prepared = False
-        logger.info("%s runs in transformers' code: Quire has no page for it", kind.__name__)
+        logger.info("%s runs in transformers' code: Quire has no row for it", kind.__name__)
 
     def __call__(
         self,

@@ -122,7 +122,7 @@ class TransformersModel(Model):
             # the lookup then avoids nn.Module.__getattr__, which is Python
             module.__dict__.update(module._modules)
         self._layers: list[PagedAttention] | None = None
-        logger.info("%s runs in transformers' code: Quire has no page for it", type(model).__name__)
+        logger.info("%s runs in transformers' code: Quire has no row for it", type(model).__name__)
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata

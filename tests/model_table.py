@@ -10,10 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quire.frontend.answer_format.formats import REASONING_FORMATS, TOOL_FORMATS
+from quire.ipc.errors import ModelLoadError
 from quire.ipc.models.architectures import ARCHITECTURES
 from quire.ipc.models.encoders import ENCODERS, FALLBACK_ENCODERS
-from quire.ipc.models.fallback_architectures import FALLBACKS, REFUSED, WITH_CONV1D
+from quire.ipc.models.fallback_architectures import (
+    FALLBACKS,
+    REFUSED,
+    WITH_CONV1D,
+    choose_implementation,
+)
 from quire.ipc.models.gguf_architectures import GGUF_ARCHITECTURES, VARIANTS
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- {}: tests/model_table.py -->", "<!-- end -->"
@@ -57,6 +67,62 @@ PARSERS = {
     "cohere2": ("cohere", "cohere"),
     "cohere2_moe": ("cohere", "cohere_text"),
     "apertus": ("apertus", "apertus"),
+}
+# Of the model type of a page: the models that people know; what its layers have beyond Llama's
+NOTES = {
+    "llama": (
+        "Llama 2 and 3 and others with this architecture",
+        "grouped-query attention, biases",
+    ),
+    "mistral": ("Mistral 7B", "sliding window"),
+    "qwen2": ("Qwen2, Qwen2.5", "sliding window in the later layers"),
+    "qwen3": ("Qwen3 (dense)", "norms on queries and keys"),
+    "gemma3_text": ("Gemma 3, text", "sliding window in five of six layers"),
+    "phi3": ("Phi-3, Phi-4 and Phi-4-mini", "LongRoPE: see below"),
+    "mixtral": ("Mixtral 8x7B and 8x22B", "experts, sliding window"),
+    "qwen2_moe": ("Qwen1.5-MoE, Qwen2-MoE", "experts, and one that all tokens share"),
+    "qwen3_moe": ("Qwen3-MoE, for example Qwen3-30B-A3B", "experts"),
+    "olmoe": ("OLMoE", "experts; norms of queries and keys as a whole"),
+    "gpt_oss": (
+        "gpt-oss",
+        "experts with biases and a clamped SwiGLU; sinks; a window in every other layer",
+    ),
+    "smollm3": ("SmolLM3", "layers without rotary positions"),
+    "olmo2": ("OLMo 2", "norms after each block"),
+    "olmo3": ("OLMo 3", "norms after each block, sliding window"),
+    "granite": ("Granite 3 (dense)", "multipliers"),
+    "ministral3": ("Ministral 3, text", "YaRN, queries that grow with the position"),
+    "qwen3_next": ("Qwen3-Next", "Gated DeltaNet, gated attention in every fourth layer, experts"),
+    "qwen3_5_text": (
+        "Qwen3.5, 3.6 and 3.8 (dense), text",
+        "Gated DeltaNet, gated attention in every fourth layer",
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3.5, 3.6 and 3.8 with experts, text",
+        "Gated DeltaNet, gated attention in every fourth layer, experts",
+    ),
+    "gemma4_text": (
+        "Gemma 4, text",
+        "sliding window; heads of two sizes; the small sizes share keys and values and have "
+        "embeddings per layer, 26B-A4B has experts",
+    ),
+    "lfm2": ("LFM2, LFM2.5", "short convolutions"),
+    "lfm2_moe": ("LFM2-MoE", "short convolutions, experts"),
+    "lfm3": ("LFM3", "short convolutions, gated attention, sliding window"),
+    "granitemoehybrid": ("Granite 4", "Mamba 2 in most layers, experts, multipliers"),
+    "nemotron_h": ("Nemotron-H, Nemotron 3", "Mamba 2, attention, MLP or experts in each layer"),
+    "falcon_h1": ("Falcon-H1", "attention and Mamba 2 side by side in each layer, multipliers"),
+    "bamba": ("Bamba", "Mamba 2 in most layers"),
+    "mamba2": ("Mamba 2", "no attention"),
+    "deepseek_v2": ("DeepSeek V2", "latent attention, experts"),
+    "deepseek_v3": ("DeepSeek V3 and R1, Kimi K2", "latent attention, experts in groups"),
+    "glm4_moe_lite": ("GLM-4.7-Flash", "latent attention, experts"),
+    "gemma2": ("Gemma 2", "sliding window in every other layer, capped logits"),
+    "glm4": ("GLM-4", "norms before and after each block, half of each head rotates"),
+    "seed_oss": ("Seed-OSS", "biases"),
+    "ernie4_5": ("ERNIE 4.5 (dense)", ""),
+    "exaone4": ("EXAONE 4", "sliding window, norms after each block"),
+    "hunyuan_v1_dense": ("Hunyuan (dense)", "norms on queries and keys after the rotation"),
 }
 
 
@@ -117,11 +183,36 @@ def _parsers(model_type: str) -> str:
     return "; ".join(f"{kind}: {names}" for kind, names in kinds.items() if names)
 
 
+def notes() -> Iterator[str]:
+    """A line for each type of a page, with what NOTES says of it."""
+    architectures: dict[str, list[str]] = {}
+    for architecture, known in ARCHITECTURES.items():
+        architectures.setdefault(known.model_type, []).append(f"`{architecture}`")
+    yield "| architecture | models | notes |"
+    yield "|---|---|---|"
+    for model_type, names in architectures.items():
+        models, note = NOTES.get(model_type, ("", ""))
+        yield f"| {', '.join(names)} | {models} | {note} |"
+
+
+def _runs(model_type: str) -> bool:
+    """Whether a generative model of a type runs under a name that transformers gives it."""
+    for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+        if model_type in names:
+            config = {"model_type": model_type, "architectures": [names[model_type]]}
+            try:
+                choose_implementation(config, "auto")
+            except ModelLoadError:
+                continue
+            return True
+    return False
+
+
 def refused() -> Iterator[str]:
     by_reason: dict[str, list[str]] = {}
-    of_pages = {known.model_type for known in ENCODERS.values()}
+    of_pages = {known.model_type for known in [*ARCHITECTURES.values(), *ENCODERS.values()]}
     for model_type, reason in REFUSED.items():
-        if model_type in of_pages | FALLBACK_ENCODERS.keys():
+        if model_type in of_pages | FALLBACK_ENCODERS.keys() or _runs(model_type):
             continue
         by_reason.setdefault(reason, []).append(f"`{model_type}`")
     yield "| model types | reason |"
@@ -143,6 +234,7 @@ def parsers() -> Iterator[str]:
 
 TABLES = {
     "supported": supported,
+    "notes": notes,
     "encoders": encoders,
     "encoders in transformers": encoders_in_transformers,
     "refused": refused,

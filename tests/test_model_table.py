@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 from quire.frontend.answer_format.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.ipc.models import fallback_architectures
-from quire.ipc.models.architectures import ARCHITECTURES
-from quire.tests.model_table import PAGE, PARSERS, updated
+from quire.ipc.models.architectures import ARCHITECTURES, NATIVE
+from quire.tests.model_table import NOTES, PAGE, PARSERS, updated
 
 
 def test_the_tables_are_up_to_date() -> None:
@@ -25,12 +28,24 @@ def test_a_new_architecture_changes_the_page(monkeypatch: pytest.MonkeyPatch) ->
     assert "| `NovelForCausalLM` | `novel` |" in page and "| `odd` | it has no reason |" in page
 
 
+def test_a_new_row_has_notes_and_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    bloom = dataclasses.replace(ARCHITECTURES["LlamaForCausalLM"], model_type="bloom")
+    page = updated(PAGE.read_text())
+    assert re.search(r"^\| .*`bloom`.* \| its attention", page, re.MULTILINE)
+    for table in (ARCHITECTURES, NATIVE):
+        monkeypatch.setitem(table, "BloomForCausalLM", bloom)
+    monkeypatch.setitem(NOTES, "bloom", ("BLOOM", "none"))
+    page = updated(page)
+    assert not re.search(r"^\| .*`bloom`.* \| its attention", page, re.MULTILINE)
+    assert "| `BloomForCausalLM` | BLOOM | none |" in page
+
+
 def test_parsers_and_model_types_exist() -> None:
     tools = {row.name for row in TOOL_FORMATS}
     of_pages = {known.model_type for known in ARCHITECTURES.values()}
     known = of_pages | fallback_architectures.FALLBACKS.keys()
     known |= fallback_architectures.REFUSED.keys()
-    assert PARSERS.keys() <= known
+    assert PARSERS.keys() | NOTES.keys() <= known
     for tool_calls, reasoning in PARSERS.values():
         assert set(tool_calls.split(", ")) <= tools
         assert reasoning in ("", *REASONING_FORMATS)

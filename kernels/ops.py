@@ -71,6 +71,11 @@ def spread_logits(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
 
 
 @operation
+def soft_cap(logits: Tensor, cap: float) -> None:
+    """In place, logits [R, V] f32: x becomes cap * tanh(x / cap), with cap > 0 (Gemma 2)."""
+
+
+@operation
 def pack_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Lays out weight [N, K] and bias [N]; returns a function x [T, K] -> x weight^T + bias [T, N].
 
@@ -467,6 +472,13 @@ def silu(x: Tensor) -> Tensor:
 @operation
 def relu(x: Tensor) -> Tensor:
     """x [T, I] -> [T, I]: max(x, 0), NaN for NaN."""
+
+
+@operation
+def relu_squared(x: Tensor) -> Tensor:
+    """x [T, I] -> [T, I]: max(x, 0)**2, NaN for NaN. It is computed in fp32 and rounded to dtype
+    (So et al. 2021).
+    """
 
 
 @operation

@@ -14,7 +14,7 @@ import torch
 from ...kernels.cpu.native.program import recording
 from ...kernels.cpu.native.recorder import Guard, Limits, Recorder, Unrecordable
 from ...kernels.cpu.native.replay import Program
-from ...kernels.ops import AttentionMetadata, make_metadata
+from ...kernels.ops import AttentionMetadata, StateRows, make_metadata
 from ...kernels.registry import OpTable
 from ..model import Forward, Model, Taps, uncounted
 
@@ -31,6 +31,8 @@ OPERATIONS = (
     "silu_and_mul",
     "gelu_tanh_and_mul",
     "scale",
+    "soft_cap",
+    "multiply",
     "add",
     "gather_rows",
     "argmax",
@@ -44,10 +46,13 @@ OPERATIONS = (
     "gelu_tanh",
     "silu",
     "relu",
+    "relu_squared",
     "gelu_and_mul",
     "encoder_attention",
 )  # what a model may be made of
 LORA_OPERATIONS = ("add_lora", "add_lora_embedding")  # if its layers take adapters
+# if it has layers that keep states
+STATE_OPERATIONS = "short_conv", "gated_delta_rule", "selective_scan", "gated_rms_norm"
 TRIED_TOKENS = 5  # of the prompt that a program is checked with; fits in one block
 
 
@@ -164,6 +169,7 @@ def _is_native(model: Model, ops: OpTable) -> bool:
         return False
     operations = OPERATIONS + model.head_operations
     operations += () if model.adapter_rows is None else LORA_OPERATIONS
+    operations += STATE_OPERATIONS if model.state_layers() else ()
     others = [f"{op}={ops.chosen[op]}" for op in operations if op not in ops.native]
     if len(others) == len(operations):
         logger.info("the model runs operation by operation: there are no native kernels for it")
@@ -218,7 +224,8 @@ def _recorder_for(
     model: Model, limits: Limits, num_groups: int, origin: Callable[[], Any] | None = None
 ) -> Recorder:
     has_adapters = model.adapter_rows is not None
-    return Recorder(limits, num_groups, model.num_token_types > 0, has_adapters, origin)
+    has_states = bool(model.state_layers())
+    return Recorder(limits, num_groups, model.num_token_types > 0, has_adapters, has_states, origin)
 
 
 @torch.inference_mode()
@@ -255,6 +262,7 @@ def _try(program: Program, model: Model, ops: OpTable, num_groups: int) -> None:
         query_lens,
         query_lens,
         torch.zeros(num_tokens, dtype=torch.int32) - 1 if model.adapter_rows is not None else None,
+        _padding(len(query_lens)) if model.state_layers() else None,
     )
     token_ids = torch.arange(num_tokens, dtype=torch.int32) % model.config.vocab_size
     token_types = torch.zeros_like(token_ids) if model.num_token_types else None
@@ -275,3 +283,9 @@ def _try(program: Program, model: Model, ops: OpTable, num_groups: int) -> None:
             or not torch.equal(*(t.contiguous().view(torch.uint8) for t in (mine, own)))
         ):
             raise Unrecordable(f"the record gives other {name} than the model's own code")
+
+
+def _padding(num_requests: int) -> StateRows:
+    """Rows of padding, which change no state."""
+    none = torch.full((num_requests,), -1)
+    return StateRows(none.int(), none, none, none.int())

@@ -22,6 +22,11 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     return F.gelu(gate.float(), approximate="tanh").to(x.dtype) * up
 
 
+@register("soft_cap", name="reference", priority=0)
+def soft_cap(logits: Tensor, cap: float) -> None:
+    logits.div_(cap).tanh_().mul_(cap)
+
+
 @register("scale", name="reference", priority=0)
 def scale(x: Tensor, factor: float) -> None:
     x.copy_(x.float() * factor)

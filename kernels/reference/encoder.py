@@ -49,6 +49,11 @@ def relu(x: Tensor) -> Tensor:
     return F.relu(x)
 
 
+@register("relu_squared", name="reference", priority=0)
+def relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x.float()).square().to(x.dtype)
+
+
 @register("gelu_and_mul", name="reference", priority=0)
 def gelu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)

@@ -29,7 +29,8 @@ def rows_of(metadata: AttentionMetadata) -> StateRows:
 
 def walk(metadata: AttentionMetadata, state: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yields (t, state) for each token t of a step, in order. The caller changes this state, fp32,
-    in place; `state` gets it where StateRows says so.
+    in place; `state` gets it where StateRows says so. torch's bits depend on the shape of a tensor,
+    so whatever is computed for a token is computed for that token alone.
     """
     rows, begin = rows_of(metadata), 0
     for row, (count, length) in enumerate(zip(metadata.query_lens, metadata.seq_lens_list)):
@@ -83,20 +84,21 @@ def gated_delta_rule(
     heads = torch.arange(value.shape[1], device=value.device)
     num_keys = query.shape[1]
     of_head = heads % num_keys if is_interleaved else heads // (len(heads) // num_keys)
-    q, k = (
-        (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + L2_EPS))[:, of_head]
-        for x in (query, key)
-    )
-    q, v = q * query.shape[-1] ** -0.5, value.float()
-    b = beta.float().sigmoid().to(beta.dtype).float()
-    g = -a_log.exp() * F.softplus(decay.float() + dt_bias)
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     for t, own in walk(metadata, state):  # own [HV, DK, DV]
-        own.mul_(g[t].exp()[:, None, None])
-        delta = b[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", own, k[t]))
-        own.add_(k[t, :, :, None] * delta[:, None, :])
-        out[t] = torch.einsum("hkv,hk->hv", own, q[t])
+        q, k = (_normalised(x[t])[of_head] for x in (query, key))
+        b = beta[t].float().sigmoid().to(beta.dtype).float()
+        g = -a_log.exp() * F.softplus(decay[t].float() + dt_bias)
+        own.mul_(g.exp()[:, None, None])
+        delta = b[:, None] * (value[t].float() - torch.einsum("hkv,hk->hv", own, k))
+        own.add_(k[:, :, None] * delta[:, None, :])
+        out[t] = torch.einsum("hkv,hk->hv", own, q * query.shape[-1] ** -0.5)
     return out
+
+
+def _normalised(x: Tensor) -> Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + L2_EPS)
 
 
 @register("selective_scan", name="reference", priority=0)
@@ -112,14 +114,13 @@ def selective_scan(
     metadata: AttentionMetadata,
 ) -> Tensor:
     group = torch.arange(x.shape[1], device=x.device) // (x.shape[1] // b.shape[1])
-    wide, step = x.float(), F.softplus(dt.float() + dt_bias)
-    keep = (-step * a_log.exp()).exp()
-    keys, queries = b.float()[:, group], c.float()[:, group]  # [T, NH, N]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for t, own in walk(metadata, state):  # own [NH, DH, N]
-        own.mul_(keep[t, :, None, None])
-        own.add_((step[t, :, None] * wide[t])[:, :, None] * keys[t, :, None, :])
-        out[t] = torch.einsum("hdn,hn->hd", own, queries[t]) + d[:, None] * wide[t]
+        wide, step = x[t].float(), F.softplus(dt[t].float() + dt_bias)
+        keys, queries = b[t].float()[group], c[t].float()[group]  # [NH, N]
+        own.mul_((-step * a_log.exp()).exp()[:, None, None])
+        own.add_((step[:, None] * wide)[:, :, None] * keys[:, None, :])
+        out[t] = torch.einsum("hdn,hn->hd", own, queries) + d[:, None] * wide
     return out
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from quire.kernels.moe import Experts
-from quire.kernels.ops import AttentionMetadata
+from quire.kernels.ops import AttentionMetadata, StateRows
 from quire.kernels.reference.gguf_blocks import block_type
 from quire.tests.kernels.triton.waiting import NothingWaits
 from torch import Tensor
@@ -115,13 +115,13 @@ def on_gpu(function: Callable) -> Callable:
         def move(value: Any) -> Any:
             if isinstance(value, list):
                 return [move(item) for item in value]
-            if isinstance(value, AttentionMetadata):
+            if isinstance(value, (AttentionMetadata, StateRows)):
                 return replace(
                     value,
                     **{
                         name: move(item)
                         for name, item in vars(value).items()
-                        if isinstance(item, Tensor)
+                        if isinstance(item, (Tensor, StateRows))
                     },
                 )
             if isinstance(value, Experts):

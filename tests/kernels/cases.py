@@ -16,6 +16,7 @@ from quire.tests.kernels.case import Case, rand, random_blocks
 from quire.tests.kernels.encoder_cases import ENCODER_OPS
 from quire.tests.kernels.lora_cases import LORA_OPS
 from quire.tests.kernels.moe_cases import add_gated, fused_moe
+from quire.tests.kernels.state_rows_cases import STATE_ROW_OPS
 from torch import Tensor
 
 
@@ -472,6 +473,7 @@ MODEL_OPS = (
     }
     | ENCODER_OPS
     | LORA_OPS
+    | STATE_ROW_OPS
 )
 SAMPLING_OPS = (
     "apply_grammar_bitmask",
@@ -481,6 +483,7 @@ SAMPLING_OPS = (
     "random_gumbel",
     "gather_logprobs",
     "spread_logits",
+    "soft_cap",
 )
 # tests/kernels/test_moe.py
 ROUTING_OPS = ("route_experts", "count_experts", "expert_outputs", "weighted_sum")

@@ -96,6 +96,10 @@ def relu(dtype: torch.dtype) -> list[Case]:
     return activation(F.relu, dtype)
 
 
+def relu_squared(dtype: torch.dtype) -> list[Case]:
+    return activation(lambda x: F.relu(x).square(), dtype)
+
+
 def gelu_and_mul(dtype: torch.dtype) -> list[Case]:
     def own(x: Tensor) -> tuple[Tensor, ...]:
         gate, up = x.chunk(2, -1)
@@ -182,6 +186,7 @@ ENCODER_OPS = {
         gelu_tanh,
         silu,
         relu,
+        relu_squared,
         gelu_and_mul,
         encoder_attention,
     )

@@ -78,3 +78,16 @@ def test_logits_of_a_part_of_the_vocabulary(spread_logits, rows, size, vocab_siz
     expected = torch.full((rows, vocab_size), ABSENT)
     expected[:, token_ids.long()] = logits
     assert torch.equal(spread_logits(logits, token_ids, vocab_size), expected)
+
+
+@each("soft_cap")
+@pytest.mark.parametrize(("rows", "size"), [(1, 7), (5, 20_001), (0, 5)])
+def test_capped_logits(soft_cap, rows, size):
+    torch.manual_seed(8)
+    memory = torch.randn(rows, size + 3) * 60
+    memory[:, 2], memory[:, 3] = math.nan, -math.inf
+    logits, before = memory[:, :size], memory.clone()
+    soft_cap(logits, 30.0)
+    expected = 30 * (before[:, :size].double() / 30).tanh()
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert torch.equal(memory[:, size:], before[:, size:])

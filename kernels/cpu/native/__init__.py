@@ -26,4 +26,5 @@ if library is not None:
         rotary,
         rows,
         sampling,
+        states,
     )

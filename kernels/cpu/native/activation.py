@@ -6,7 +6,7 @@ Must not know: models, requests.
 from torch import Tensor
 
 from ...registry import register
-from .calls import Activate, Add, Op, Scale, SiluAndMul
+from .calls import Activate, Add, Op, Scale, SiluAndMul, SoftCap
 from .program import empty, run_call
 from .tensors import PRIORITY, is_native
 
@@ -46,6 +46,11 @@ def relu(x: Tensor) -> Tensor:
     return _activate(x, Op.RELU)
 
 
+@register("relu_squared", name="native", predicate=is_native, priority=PRIORITY)
+def relu_squared(x: Tensor) -> Tensor:
+    return _activate(x, Op.RELU_SQUARED)
+
+
 def _activate(x: Tensor, op: Op) -> Tensor:
     out = empty(*x.shape, dtype=x.dtype)
     run_call(Activate, op, x, x=x, out=out, size=x.shape[1])
@@ -61,6 +66,11 @@ def _gate(x: Tensor, op: Op) -> Tensor:
 @register("scale", name="native", predicate=is_native, priority=PRIORITY)
 def scale(x: Tensor, factor: float) -> None:
     run_call(Scale, Op.SCALE, x, x=x, size=x.shape[1], factor=factor)
+
+
+@register("soft_cap", name="native", predicate=is_native, priority=PRIORITY)
+def soft_cap(logits: Tensor, cap: float) -> None:
+    run_call(SoftCap, Op.SOFT_CAP, logits, x=logits, size=logits.shape[1], cap=cap)
 
 
 @register("add", name="native", predicate=is_native, priority=PRIORITY)

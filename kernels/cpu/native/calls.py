@@ -17,7 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-HEADERS = ("abi.h", "abi_lora.h", "abi_drafts.h", "abi_ranks.h")
+HEADERS = ("abi.h", "abi_lora.h", "abi_drafts.h", "abi_ranks.h", "abi_states.h")
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
 
 _TYPES: dict[str, type] = {"int32_t": c_int32, "int64_t": c_int64, "double": c_double}
@@ -172,5 +172,6 @@ for _name, (_base, _own) in _structs.items():
         _members = {"__slots__": (), "_fields_": _own}
         globals()[_name] = _StructType(_name, (globals()[_base or "Struct"],), _members)
 _ops = {n.removeprefix("OP_"): v for n, v in _enum("Op").items() if n != "NUM_OPS"}
-for _name, _own in (("Op", _ops), ("Ids", _enum("Ids")), ("Epilogue", _EPILOGUES)):
+_enums = {"Ids": _enum("Ids"), "Epilogue": _EPILOGUES, "Gate": _enum("Gate")}
+for _name, _own in ({"Op": _ops} | _enums).items():
     globals()[_name] = IntEnum(_name, _own, module=__name__)

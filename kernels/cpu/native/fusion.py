@@ -34,6 +34,7 @@ EPILOGUES = {
     Op.GELU_TANH: Epilogue.GELU_TANH,
     Op.SILU: Epilogue.SILU,
     Op.RELU: Epilogue.RELU,
+    Op.RELU_SQUARED: Epilogue.RELU_SQUARED,
 }
 GATED_MULTIPLE = 32  # of the outputs of a gated linear layer (src/abi.h: Epilogue)
 

@@ -25,8 +25,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...ops import make_metadata
+from ...ops import StateRows, make_metadata
 from .calls import ALL_LOGITS, ALL_TOKENS, Call, Ids, Step, Struct
+
+# members of a Step, in the order of the columns of StateRows
+STATE_INPUTS = "state_places", "last_positions", "copy_positions", "copy_places"
 
 
 class Unrecordable(Exception):
@@ -73,11 +76,13 @@ class Recorder:
         num_groups: int = 1,
         has_token_types: bool = False,
         has_adapters: bool = False,
+        has_states: bool = False,
         origin: Callable[[], Any] | None = None,
     ):
         """num_groups: how many groups of layers have block tables of their own. has_token_types:
         the model takes the type of each token. has_adapters: the model takes the LoRA adapter of
-        each token. origin: says, for traces, where the call that is being recorded comes from.
+        each token. has_states: the model keeps states. origin: says, for traces, where the call
+        that is being recorded comes from.
         """
         # The number of rows of an operand tells tokens from logits.
         num_logits = limits.num_logits + (limits.num_logits == limits.num_tokens)
@@ -105,6 +110,7 @@ class Recorder:
             unknown,
             unknown,
             self._make((limits.num_tokens,), torch.int32) if has_adapters else None,
+            self._make_states(limits.num_requests) if has_states else None,
         )
         self._part_ids: dict[int, int] = {}  # address of ids that part_ids made -> first id
         # The key is the name of the step's member. Tensors are in order of groups where these have
@@ -120,10 +126,7 @@ class Recorder:
             self._inputs["token_types"] = [self.token_types]
         if self.metadata.adapters is not None:
             self._inputs["adapters"] = [self.metadata.adapters]
-        for name in ("block_tables", "slot_mapping"):
-            self._inputs[name] = [
-                getattr(group, name) for group in self.metadata.groups or (self.metadata,)
-            ]
+        self._inputs |= self._inputs_of_rows()
 
     # ------------------------------------------------------------ called by program.py
 
@@ -178,6 +181,23 @@ class Recorder:
         if self._origin is not None:
             call.origin = self._origin()
         self.calls.append(call)
+
+    def _inputs_of_rows(self) -> dict[str, list[Tensor]]:
+        """Where the blocks and states of requests are."""
+        metadata = self.metadata
+        groups = metadata.groups or (metadata,)
+        found = {
+            name: [getattr(group, name) for group in groups]
+            for name in ("block_tables", "slot_mapping")
+        }
+        if metadata.states is not None:
+            columns = vars(metadata.states).values()
+            found |= {name: [x] for name, x in zip(STATE_INPUTS, columns)}
+        return found
+
+    def _make_states(self, num_requests: int) -> StateRows:
+        dtypes = torch.int32, torch.int64, torch.int64, torch.int32
+        return StateRows(*(self._make((num_requests,), dtype) for dtype in dtypes))
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize

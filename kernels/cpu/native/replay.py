@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops import AttentionMetadata
+from ...ops import AttentionMetadata, StateRows
 from .arena import Lifetime, place
 from .calls import CallList, Step
 from .fusion import fuse
 from .library import library
-from .recorder import Recorder, Unrecordable
+from .recorder import STATE_INPUTS, Recorder, Unrecordable
 from .timing import CallTimer
 
 INPUT_DTYPES = (
@@ -28,6 +28,7 @@ INPUT_DTYPES = (
     torch.int32,
     torch.int64,
 )
+STATE_DTYPES = torch.int32, torch.int64, torch.int64, torch.int32
 ALIGNMENT = 64  # bytes: a cache line, an AVX-512 vector, a tile row
 
 
@@ -58,7 +59,11 @@ class Program:
         self._step = Step(num_groups=len(recorder.metadata.groups) or 1)
         self.has_token_types = recorder.token_types is not None
         self.has_adapters = recorder.metadata.adapters is not None
+        self.has_states = recorder.metadata.states is not None
         self._has_groups = bool(recorder.metadata.groups)
+        self._has_more = (
+            self.has_token_types or self.has_adapters or self.has_states or self._has_groups
+        )
         self.timer: CallTimer | None = None
         # They are [T of limits, hidden_size] and [R of limits, ...], and are valid after a step.
         self.hidden, *self.of_logits = self._settle(recorder, results, found)
@@ -177,7 +182,7 @@ class Program:
         step.block_tables = metadata.block_tables.data_ptr()
         step.block_table_row = metadata.block_tables.stride(0)
         step.logits_indices = logits_indices.data_ptr()
-        if self.has_token_types or self.has_adapters or self._has_groups:
+        if self._has_more:
             self._fill_more(step, metadata, token_types)
         return step
 
@@ -198,7 +203,21 @@ class Program:
             ):
                 raise TypeError("metadata.adapters must be a torch.int32 of each token")
             step.adapters = adapters.data_ptr()
+        if self.has_states:
+            self._fill_states(step, metadata.states)
         if self._has_groups:
             slots, tables = metadata.groups[1].slot_mapping, metadata.groups[1].block_tables
             step.slot_mapping_group = (slots.data_ptr() - step.slot_mapping) // slots.itemsize
             step.block_table_group = (tables.data_ptr() - step.block_tables) // tables.itemsize
+
+    def _fill_states(self, step: Step, rows: StateRows | None) -> None:
+        columns = () if rows is None else tuple(vars(rows).values())
+        if [(column.dtype, column.shape[0]) for column in columns] != [
+            (dtype, step.num_requests) for dtype in STATE_DTYPES
+        ]:
+            raise TypeError(
+                f"metadata.states must be tensors of {STATE_DTYPES}, each of "
+                f"{step.num_requests} requests"
+            )
+        for name, column in zip(STATE_INPUTS, columns):
+            setattr(step, name, column.data_ptr())

@@ -28,6 +28,7 @@ EPILOGUES: dict[int, str] = {
     c.Epilogue.GELU_TANH: " + gelu_tanh",
     c.Epilogue.SILU: " + silu",
     c.Epilogue.RELU: " + relu",
+    c.Epilogue.RELU_SQUARED: " + relu_squared",
 }
 
 
@@ -161,7 +162,7 @@ def work_of(
     size = getattr(call, "size", 0) * getattr(call, "heads", 1)
     # SiluAndMul reads two numbers for each that it writes.
     passes = {
-        **dict.fromkeys((c.SiluAndMul, c.Add, c.AddGated), 3),
+        **dict.fromkeys((c.SiluAndMul, c.Add, c.AddGated, c.Multiply, c.GatedRmsNorm), 3),
         **dict.fromkeys((c.AddRmsNorm, c.AddLayerNorm), 4),
     }.get(type(call), 2)
     return work.rows_of(rows, size, item, passes)

@@ -44,7 +44,8 @@ PER_TOKEN = {
     "pack_gguf_linear": (0,),
     "layer_norm": (0,),
     "fused_add_layer_norm": (0, 1),
-    **dict.fromkeys(("gelu", "gelu_tanh", "silu", "relu", "gelu_and_mul"), (0,)),
+    **dict.fromkeys(("gelu", "gelu_tanh", "silu", "relu", "relu_squared", "gelu_and_mul"), (0,)),
+    **dict.fromkeys(("gated_rms_norm", "multiply"), (0, 1)),
 }
 BY_ROWS = [(op, dtype) for op, dtype in NATIVE if op in PER_TOKEN]
 

@@ -68,7 +68,7 @@ def test_the_compiler_reads_the_headers_as_python_does(tmp_path):
     checks += [check(f"{name} == {getattr(calls, name)}", name) for name in ("BF16", "F32", "INT8")]
     checks += [check(f"OP_{op.name} == {op.value}", op.name) for op in Op]
     checks.append(check(f"NUM_OPS == {len(Op)}", "number of operations"))
-    for enumeration in (calls.Ids, calls.Epilogue):
+    for enumeration in (calls.Ids, calls.Epilogue, calls.Gate):
         checks += [check(f"::{one.name} == {one.value}", one.name) for one in enumeration]
     for epilogue in calls.Epilogue:
         expected = str(calls.is_gated(epilogue)).lower()

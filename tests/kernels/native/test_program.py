@@ -224,7 +224,9 @@ def test_a_linear_layer_includes_the_gate_if_nothing_else_reads_its_result(ops):
 
 
 @pytest.mark.parametrize("bits", [None, 8], ids=["plain", "int8"])
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu", "gelu_and_mul"])
+@pytest.mark.parametrize(
+    "activation", ["gelu", "gelu_tanh", "silu", "relu", "relu_squared", "gelu_and_mul"]
+)
 def test_a_linear_layer_includes_an_activation(ops, activation, bits):
     torch.manual_seed(4)
     weights = torch.randn(2 * HIDDEN, HIDDEN), torch.randn(2 * HIDDEN)

@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 24
+#define QUIRE_ABI_VERSION 25
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -87,6 +87,13 @@ enum Op : int32_t {
     OP_ALL_GATHER,
     OP_LOOKUP_DRAFTS,
     OP_ACCEPT_LOOKUPS,
+    OP_RELU_SQUARED,
+    OP_SOFT_CAP,
+    OP_MULTIPLY,
+    OP_GATED_RMS_NORM,
+    OP_SHORT_CONV,
+    OP_GATED_DELTA_RULE,
+    OP_SELECTIVE_SCAN,
     NUM_OPS,
 };
 
@@ -108,6 +115,11 @@ struct Step {
     int64_t num_groups, slot_mapping_group, block_table_group;
     const int32_t* token_types;  // [T], or null if the model has none
     const int32_t* adapters;     // [T], or null: the place of each token's LoRA adapter, or -1
+    // [B], or null if the model keeps no states: as in StateRows (kernels/states.py)
+    const int32_t* state_places;
+    const int64_t* last_positions;
+    const int64_t* copy_positions;
+    const int32_t* copy_places;
 };
 
 struct Call {
@@ -166,6 +178,13 @@ struct Scale : Call {
     double factor;
 };
 
+// In place: x = cap * tanh(x / cap), x [rows, size] fp32.
+struct SoftCap : Call {
+    float* x;
+    int64_t x_row, size;
+    double cap;
+};
+
 // In place: residual += x, both [rows, size].
 struct Add : Call {
     const void* x;
@@ -173,7 +192,8 @@ struct Add : Call {
     int64_t x_row, residual_row, size;
 };
 
-// x [rows, size] -> out [rows, size], of OP_GELU, OP_GELU_TANH, OP_SILU and OP_RELU.
+// x [rows, size] -> out [rows, size], of OP_GELU, OP_GELU_TANH, OP_SILU, OP_RELU and
+// OP_RELU_SQUARED.
 struct Activate : Call {
     const void* x;
     void* out;
@@ -283,6 +303,7 @@ enum Epilogue : int32_t {
     GELU_TANH = 6,
     SILU = 7,
     RELU = 8,
+    RELU_SQUARED = 9,
 };
 constexpr bool is_gated(int32_t epilogue) { return epilogue >= GATED && epilogue <= GATED_GELU; }
 

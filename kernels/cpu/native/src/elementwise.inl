@@ -76,6 +76,25 @@ void relu(const Call& call, const Step& step, const Worker& worker) {
                                            [](Vec x) { return relu(x); }));
 }
 
+void relu_squared(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, activate_rows<T>((const Activate&)call, rows_of(call, step), worker,
+                                           [](Vec x) { return relu_squared(x); }));
+}
+
+void soft_cap(const Call& call, const Step& step, const Worker& worker) {
+    const SoftCap& a = (const SoftCap&)call;
+    const Vec cap((float)a.cap);
+    // a piece is a part of a row, since there are few rows of many logits
+    constexpr int64_t PIECE = 4096;
+    const int64_t parts = ceil_div(a.size, PIECE), count = rows_of(call, step) * parts;
+    for (int64_t item; (item = worker.next(count)) < count;) {
+        float* x = a.x + item / parts * a.x_row;
+        const int64_t begin = item % parts * PIECE, end = std::min(begin + PIECE, a.size);
+        for (int64_t i = begin; i < end; i += Vec::LANES)
+            store_some(cap * tanh(load_some(x + i, end - i) / cap), x + i, end - i);
+    }
+}
+
 template <typename T>
 void scale_rows(const Scale& a, int64_t rows, const Worker& worker) {
     int64_t piece = piece_of_rows(a.size);

@@ -1,8 +1,6 @@
 // Mixtures of experts (kernels/moe.py): the choice of each token's experts, the order of rows by
 // expert, and the sum of what experts return. Their products are in linear.inl and quantized.inl.
 
-inline Vec sigmoid(Vec x) { return Vec(1.0f) / (Vec(1.0f) + exp(Vec() - x)); }
-
 // The scores of values [size]: exp(value - most) or sigmoid(value). The array extends to a multiple
 // of LANES.
 inline void score(float* values, int64_t size, bool is_sigmoid, float most) {

@@ -6,6 +6,7 @@
 #include "abi_drafts.h"
 #include "abi_lora.h"
 #include "abi_ranks.h"
+#include "abi_states.h"
 #include "pool.h"
 #include "ranks.h"
 

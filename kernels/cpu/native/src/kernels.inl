@@ -38,6 +38,7 @@ constexpr Kernels KERNELS;
 #include "sampling.inl"
 #include "drafts.inl"
 #include "ranks.inl"
+#include "states.inl"
 
 // In the order of Op.
 constexpr Kernel KERNELS[NUM_OPS] = {
@@ -116,5 +117,12 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     all_gather,
     lookup_drafts,
     accept_lookups,
+    relu_squared,
+    soft_cap,
+    multiply,
+    gated_rms_norm,
+    short_conv,
+    gated_delta_rule,
+    selective_scan,
 };
 #endif

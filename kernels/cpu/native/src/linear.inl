@@ -107,6 +107,8 @@ inline Vec activate(int32_t epilogue, Vec x) {
             return gelu_tanh(x);
         case RELU:
             return relu(x);
+        case RELU_SQUARED:
+            return relu_squared(x);
         default:
             return silu(x);
     }

@@ -35,6 +35,22 @@ struct Number<uint16_t> {
 inline void put(float* p, float x) { *p = x; }
 inline void put(uint16_t* p, float x) { *p = Number<uint16_t>::put(x); }
 
+// The first numbers of a row of which `count` are left, with zeros behind them; and its inverse.
+template <typename T>
+inline Vec load_some(const T* p, int64_t count) {
+    if (count >= Vec::LANES) return Vec::load(p);
+    T numbers[Vec::LANES] = {};
+    std::copy_n(p, count, numbers);
+    return Vec::load(numbers);
+}
+template <typename T>
+inline void store_some(Vec x, T* p, int64_t count) {
+    if (count >= Vec::LANES) return x.store(p);
+    T numbers[Vec::LANES];
+    x.store(numbers);
+    std::copy_n(numbers, count, p);
+}
+
 // Calls one of a kernel's two forms.
 #define FOR_DTYPE(dtype, call)  \
     do {                        \
@@ -94,6 +110,26 @@ inline Vec gelu_tanh(Vec x) {
 }
 
 inline Vec relu(Vec x) { return Vec::max(Vec(), x); }  // the second one if one is NaN
+
+inline Vec relu_squared(Vec x) { return relu(x) * relu(x); }
+
+inline Vec sigmoid(Vec x) { return Vec(1.0f) / (Vec(1.0f) + exp(Vec() - x)); }
+
+// log(1 + e**x) to about 2 units in the last place; NaN for NaN. With y = e**-|x|, log(1 + y) is
+// twice the inverse hyperbolic tangent of y / (2 + y), at most 1/3, by its power series.
+inline Vec softplus(Vec x) {
+    Vec y = exp(Vec::min(Vec() - x, x));  // operand order: the second one if one is NaN
+    Vec z = y / (y + Vec(2.0f)), square = z * z;
+    Vec p(1.0f / 15);
+    p = Vec::fma(p, square, Vec(1.0f / 13));
+    p = Vec::fma(p, square, Vec(1.0f / 11));
+    p = Vec::fma(p, square, Vec(1.0f / 9));
+    p = Vec::fma(p, square, Vec(1.0f / 7));
+    p = Vec::fma(p, square, Vec(1.0f / 5));
+    p = Vec::fma(p, square, Vec(1.0f / 3));
+    p = Vec::fma(p, square, Vec(1.0f));
+    return relu(x) + (z + z) * p;
+}
 
 // 2**x for x <= 0 to about 1 unit in the last place; exactly 1 at 0, exactly 0 below -126, NaN for
 // NaN. The coefficients are a fit of least relative error over [-0.5, 0.5].

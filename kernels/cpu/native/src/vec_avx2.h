@@ -67,6 +67,13 @@ struct Vec {
         return _mm256_and_ps(value.v, _mm256_cmp_ps(x.v, _mm256_set1_ps(least), _CMP_NLT_UQ));
     }
 
+    // The sums of four vectors' lanes.
+    static void sum4(const Vec* x, float* out) {
+        __m256 sums =
+            _mm256_hadd_ps(_mm256_hadd_ps(x[0].v, x[1].v), _mm256_hadd_ps(x[2].v, x[3].v));
+        _mm_storeu_ps(out,
+                      _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+    }
     bool has_nan() const { return _mm256_movemask_ps(_mm256_cmp_ps(v, v, _CMP_UNORD_Q)) != 0; }
     float sum() const {
         __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

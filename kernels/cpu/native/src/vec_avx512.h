@@ -74,6 +74,16 @@ struct Vec {
                                    value.v);
     }
 
+    static void sum4(const Vec* x, float* out) {
+        __m256 halves[4];
+        for (int i = 0; i < 4; i++)
+            halves[i] =
+                _mm256_add_ps(_mm512_castps512_ps256(x[i].v), _mm512_extractf32x8_ps(x[i].v, 1));
+        __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(halves[0], halves[1]),
+                                     _mm256_hadd_ps(halves[2], halves[3]));
+        _mm_storeu_ps(out,
+                      _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+    }
     bool has_nan() const { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q) != 0; }
     float sum() const { return _mm512_reduce_add_ps(v); }
     float largest() const { return _mm512_reduce_max_ps(v); }

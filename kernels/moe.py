@@ -21,6 +21,7 @@ from torch import Tensor
 from .registry import operation
 
 Multiply = Callable[[Tensor], Tensor]
+UNGATED = ("relu_squared",)  # activations of experts without a gate
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class Experts:
     pack_gguf_linear return, for each expert.
     """
 
-    gate_up: list[Multiply]  # [n, H] -> [n, 2 * I]
+    gate_up: list[Multiply]  # [n, H] -> [n, 2 * I], or [n, I] for UNGATED activations
     down: list[Multiply]  # [n, I] -> [n, H]
     # The activations "silu" and "gelu_tanh" are those of ops.silu_and_mul and
-    # ops.gelu_tanh_and_mul.
+    # ops.gelu_tanh_and_mul, "relu_squared" is ops.relu_squared.
     activation: str | ClampedSwiGLU
     # It holds values that an implementation derives once for later steps.
     scratch: dict[Any, Any] = field(default_factory=dict)
@@ -79,7 +80,7 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
     """x [T, H], expert_ids [T, K] i32, weights [T, K] fp32 -> [T, H]: the weighted sum of what a
     token's experts return.
 
-    An expert returns down(activation(gate_up(x))) (Shazeer et al. 2017, with gated activations).
+    An expert returns down(activation(gate_up(x))) (Shazeer et al. 2017).
     The activation's result is rounded to dtype; down's is not. A token's sum is in fp32, in the
     order of its ids, with one fused multiply-add each, and is rounded once. So it does not depend
     on the other tokens, as far as the packed layers do not.

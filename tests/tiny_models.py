@@ -43,7 +43,17 @@ TINY = {
 KINDS = (
     *("qwen2", "qwen3", "llama", "mistral", "gemma3_text", "phi3", "smollm3", "olmo2", "olmo3"),
     *("granite", "ministral3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"),
+    *("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2"),
 )
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_expand": 2,
+    "pad_token_id": 0,
+}
+_MIXER, _ATTENTION = "linear_attention", "full_attention"
 
 
 def make_tiny_config(kind: str, **overrides: Any):
@@ -96,6 +106,58 @@ def make_tiny_config(kind: str, **overrides: Any):
             "head_dim": 16,
             "sliding_window": 24,
             "swiglu_limit": 0.9,
+            "pad_token_id": 0,
+        },
+        "granitemoehybrid": {
+            **_MAMBA,
+            "layer_types": [_MIXER, _ATTENTION, _MIXER],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 80,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.7,
+        },
+        "falcon_h1": {
+            **_MAMBA,
+            "mamba_n_heads": 6,
+            "mamba_d_ssm": 96,
+            "head_dim": 24,
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.8,
+            "key_multiplier": 0.7,
+            "attention_out_multiplier": 0.9,
+            "mlp_multipliers": [0.9, 0.8],
+            "ssm_multipliers": [0.6, 0.7, 0.8, 0.9, 1.1],
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.7,
+        },
+        "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+        "nemotron_h": {
+            "layers_block_type": [_MIXER, "moe", _ATTENTION, "mlp", _MIXER],
+            "head_dim": 24,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "time_step_min": 1e-30,  # transformers would clamp steps, in prefill alone
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 80,
+            "moe_latent_size": 32,
+            "routed_scaling_factor": 1.5,
+            "pad_token_id": 0,
+        },
+        "mamba2": {
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 8,
+            "residual_in_fp32": False,
+            "n_groups": 2,
             "pad_token_id": 0,
         },
     }[kind]
@@ -162,7 +224,7 @@ def save_tiny_multimodal_model(directory: str | Path, kind: str, **overrides: An
 
 
 def randomize(model, seed: int) -> None:
-    """Fill every parameter from `seed`.
+    """Fill every parameter from `seed`, and the biases that choose experts.
 
     Standard deviations: 1.6 / sqrt(inputs) for matrices, 1 for embeddings, 0.3 for biases. Norms
     are around 1.
@@ -171,7 +233,8 @@ def randomize(model, seed: int) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = (pair for pair in model.named_buffers() if pair[0].endswith("correction_bias"))
+        for name, parameter in [*model.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
                 parameter.copy_(1.0 + 0.2 * noise)

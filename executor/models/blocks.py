@@ -198,15 +198,56 @@ class GatedMLP:
         """size: the inner size; the default is the config's intermediate_size."""
         self.name = names.mlp
         size = size or config.intermediate_size
-        shards = {"gate_up_proj": 2 * size} if is_merged else {names.gate: size, names.up: size}
+        shards = {names.gate: size, names.up: size}
+        if merged := "gate_up_proj" if is_merged else names.gate_up:
+            shards = {merged: 2 * size}
         self.gate_up_proj = make.linear(config.hidden_size, shards, bias)
         self.down_proj = make.row_linear(names.down, size, config.hidden_size, bias)
         self.activate = getattr(make.ops, f"{config.activation}_and_mul")
+        self.scale, (self._gate_scale, self._out_scale) = make.ops.scale, config.mlp_scales
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]"""
-        return self.down_proj(self.activate(self.gate_up_proj(x)))
+        gate_up = self.gate_up_proj(x)
+        if self._gate_scale != 1.0:
+            self.scale(gate_up[:, : gate_up.shape[1] // 2], self._gate_scale)
+        out = self.down_proj(self.activate(gate_up))
+        if self._out_scale != 1.0:
+            self.scale(out, self._out_scale)
+        return out
 
     def weights(self, prefix: str) -> Weights:
         yield from self.gate_up_proj.weights(prefix)
         yield from self.down_proj.weights(prefix)
+
+
+class PlainMLP:
+    """down(activation(up(x)))"""
+
+    def __init__(
+        self,
+        make: LayerFactory,
+        config: DecoderConfig,
+        layer: int,
+        bias: bool,
+        size: int = 0,
+        names: TensorNames = PLAIN_NAMES,
+    ):
+        """size: the inner size; the default is the config's intermediate_size."""
+        self.name = names.mlp
+        size = size or config.intermediate_size
+        self.up_proj = make.linear(config.hidden_size, {names.up: size}, bias)
+        self.down_proj = make.row_linear(names.down, size, config.hidden_size, bias)
+        self.activate = getattr(make.ops, config.activation)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]"""
+        return self.down_proj(self.activate(self.up_proj(x)))
+
+    def weights(self, prefix: str) -> Weights:
+        yield from self.up_proj.weights(prefix)
+        yield from self.down_proj.weights(prefix)
+
+
+def mlp_for(config: DecoderConfig) -> type[GatedMLP] | type[PlainMLP]:
+    return GatedMLP if config.has_gated_mlp else PlainMLP

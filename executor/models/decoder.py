@@ -24,7 +24,7 @@ from ...ipc.models.ranks import head_in_layers
 from ...kernels.ops import AttentionMetadata
 from ..model import Model, RoutedTokens, StateLayer
 from ..pooling.heads import PoolingHead, TokenScore, make_head
-from .blocks import Attention, GatedMLP, attention_for
+from .blocks import Attention, attention_for, mlp_for
 from .experts import MixtureOfExperts
 from .layers import Embedding, LayerFactory, Linear, RMSNorm, Weights
 from .linear import GatheredHead
@@ -63,14 +63,18 @@ class ResidualBlock(NamedTuple):
 class BothMixers:
     """The sum of attention and of a recurrent mixer that read the same input."""
 
-    def __init__(self, self_attn: Attention, mixer: Mixer, ops: Any):
+    def __init__(self, self_attn: Attention, mixer: Mixer, ops: Any, attention_scale: float = 1.0):
+        """attention_scale: a factor of what attention returns."""
         self.self_attn, self.mixer, self.ops = self_attn, mixer, ops
+        self._attention_scale = attention_scale
 
     def __call__(
         self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """x [T, hidden_size], positions [T] i64 -> [T, hidden_size]"""
         total = self.self_attn(x, positions, metadata)
+        if self._attention_scale != 1.0:
+            self.ops.scale(total, self._attention_scale)
         self.ops.add(self.mixer(x, positions, metadata), total)
         return total
 
@@ -93,7 +97,7 @@ class DecoderLayer:
         self.self_attn, self.mixer, self.mlp = self_attn, mixer, mlp
         both: Any = self_attn if mixer is None else mixer
         if self_attn is not None and mixer is not None:
-            both = BothMixers(self_attn, mixer, make.ops)
+            both = BothMixers(self_attn, mixer, make.ops, config.attention_out_scale)
         before_mixer, after_mixer, before_mlp, after_mlp = norms
         kinds = (both, True, before_mixer, after_mixer), (mlp, False, before_mlp, after_mlp)
 
@@ -115,7 +119,7 @@ class DecoderLayer:
         if self.mixer is not None:
             yield from self.mixer.weights(f"{prefix}{self._names.mixer}.")
         if self.mlp is not None:
-            yield from self.mlp.weights(f"{prefix}{self.mlp.name}.")
+            yield from self.mlp.weights(f"{prefix}{self.mlp.name}." if self.mlp.name else prefix)
         for norm in self.norms:
             yield from norm.weights(prefix)
 
@@ -225,8 +229,10 @@ class Decoder(Model):
 
         def make_mlp(layer: int) -> MLP:
             if config.experts is None or layer in config.experts.dense_layers:
-                return make.block(GatedMLP, config, layer, bias=config.mlp_bias, **merged, **named)
-            return make.block(MixtureOfExperts, config, layer)
+                kind = mlp_for(config)
+                return make.block(kind, config, layer, bias=config.mlp_bias, **merged, **named)
+            of_parts = {"names_of_parts": row.names} if named else {}
+            return make.block(MixtureOfExperts, config, layer, **of_parts)
 
         scale = config.embedding_scale
         if row.scaled_embedding:  # transformers multiplies by a number of the model's dtype

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from ...ipc.models.architectures import PLAIN_NAMES, TensorNames
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.experts_config import ExpertsConfig
 from ...kernels.moe import ClampedSwiGLU, Experts
 from ..groups.expert_group import ExpertGroup
 from ..model import RoutedTokens
-from .blocks import GatedMLP
+from .blocks import GatedMLP, PlainMLP, mlp_for
 from .layers import LayerFactory, Linear, Weights
 
 
@@ -55,7 +56,14 @@ class MixtureOfExperts:
     expert that all tokens share, its result is added, times the sigmoid of its gate if it has one.
     """
 
-    def __init__(self, make: LayerFactory, config: DecoderConfig, layer: int):
+    def __init__(
+        self,
+        make: LayerFactory,
+        config: DecoderConfig,
+        layer: int,
+        names_of_parts: TensorNames = PLAIN_NAMES,
+    ):
+        """names_of_parts: of the shared expert; see ipc/models/architectures.py."""
         assert config.experts is not None
         self.config: ExpertsConfig = config.experts
         names = self.config.names
@@ -88,10 +96,11 @@ class MixtureOfExperts:
         self.divided = None
         if make.expert_group.size > 1:
             self.divided = DividedExperts(make.ops, make.expert_group, len(self.own))
-        self.shared: GatedMLP | None = None
+        self.shared: GatedMLP | PlainMLP | None = None
         self.shared_gate: Linear | None = None
         if shared_size := self.config.shared_size:
-            self.shared = GatedMLP(make, config, layer, bias=False, size=shared_size)
+            kind = mlp_for(config)
+            self.shared = kind(make, config, layer, False, size=shared_size, names=names_of_parts)
             if names.shared_gate is not None:
                 self.shared_gate = make.router(names.shared_gate, hidden_size, 1)
 

@@ -8,13 +8,13 @@ compares the sizes with the models in executor/models/.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...ipc.models.architectures import ENCODERS, NATIVE
+from ...ipc.models.architectures import ENCODERS, NATIVE, Architecture
 from ...ipc.models.checkpoint import read_stored_weights
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.encoder_config import EncoderConfig
@@ -29,7 +29,7 @@ SAMPLING_ROW_BYTES = 2 * 8192 * 8
 ATTENTION_PIECES = 32  # kernels/triton/attention_decode.py
 # these matrices are no linear layers: experts, positions, embeddings of layers
 _NOT_LINEAR = re.compile(r"\.experts\.|wpe|embed|router")
-_FP32_OF_MIXERS = ("A_log", "dt_bias")  # that recurrent mixers have
+_FP32_VECTORS = ("sinks", ".A_log", ".dt_bias", ".D", ".e_score_correction_bias")
 KV_SCALE_BYTES = 4  # per head in int8 (kernels/ops.py: kv_cache_row)
 
 
@@ -154,15 +154,22 @@ def measure_model(
             shapes, kept = stored.shapes, stored.kept
         num_parameters = sum(map(prod, shapes.values()))
         return StoredSizes(architecture, config, num_parameters, 0, shapes, kept)
-    shapes = NATIVE[architecture].weight_shapes(config)  # type: ignore[arg-type]
-    norms = [shape for name, shape in shapes.items() if name.endswith("norm.weight")]
-    sinks = [shape for name, shape in shapes.items() if name.endswith("sinks")]
-    fp32 = sinks + norms if config.fp32_norms else sinks
+    row = NATIVE[architecture]
+    shapes = row.weight_shapes(config)  # type: ignore[arg-type]
+    fp32 = [shape for name, shape in shapes.items() if name.endswith(_FP32_VECTORS)]
+    if config.fp32_norms and isinstance(row, Architecture):
+        fp32 += [shapes[name] for name in _norms_of_layers(row, shapes)]
     fp32 += [shape for layer in config.head for _, shape in layer.shapes()]
     fp32 += [shape for name, shape in shapes.items() if "relative_attention_bias" in name]
-    fp32 += [shape for name, shape in shapes.items() if name.endswith(_FP32_OF_MIXERS)]
     num_fp32 = sum(map(prod, fp32))
     return ModelSizes(architecture, config, sum(map(prod, shapes.values())), num_fp32)
+
+
+def _norms_of_layers(row: Architecture, names: Iterable[str]) -> list[str]:
+    """The norms that LayerFactory.norm makes: all but those of mixers."""
+    ends, of_mixer = ("norm.weight", f".{row.names.final_norm}.weight"), f".{row.names.mixer}."
+    found = [name for name in names if name.endswith(ends)]
+    return [name for name in found if not row.names.mixer or of_mixer not in name]
 
 
 def _linear_shapes(
@@ -172,7 +179,11 @@ def _linear_shapes(
     executor/models/layers.py, without the head.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
-    up = 1 if architecture in ENCODERS and not ENCODERS[architecture].is_gated else 2
+    up = 1 + (
+        config.has_gated_mlp
+        if isinstance(config, DecoderConfig)
+        else ENCODERS[architecture].is_gated
+    )
     experts, shapes = config.experts, _expert_shapes(config)
     for index in range(config.num_hidden_layers):
         own = config.layer(index)
@@ -194,5 +205,9 @@ def _expert_shapes(config: DecoderConfig | EncoderConfig) -> list[tuple[int, int
     """Returns the shapes of _linear_shapes that belong to routed experts."""
     if (experts := config.experts) is None:
         return []
-    one = [(2 * experts.size, config.hidden_size), (config.hidden_size, experts.size)]
-    return one * experts.count * (config.num_hidden_layers - len(experts.dense_layers))
+    hidden, latent = config.hidden_size, experts.latent_size
+    width, inputs = latent or hidden, 1 if experts.names.gate is None else 2
+    of_layer = [(inputs * experts.size, width), (width, experts.size)] * experts.count
+    if latent:
+        of_layer += [(latent, hidden), (hidden, latent)]
+    return of_layer * (config.num_hidden_layers - len(experts.dense_layers))

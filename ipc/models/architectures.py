@@ -7,7 +7,7 @@ the models; tests/ipc/models/test_architectures.py compares their tensors with t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,17 @@ from .decoder_config import DecoderConfig, LayerConfig, parse_decoder_config
 from .encoders import ENCODERS, EncoderArchitecture
 from .experts_config import ExpertsFormat, sparse_steps
 from .forms import GENERATE, family_and_form
+from .mamba_families import (
+    bamba_fields,
+    falcon_fields,
+    granite_fields,
+    granite_keys,
+    mamba2_fields,
+    mamba2_keys,
+    nemotron_dense_layers,
+    nemotron_fields,
+    nemotron_keys,
+)
 from .mixers import Shapes
 
 TEXT_PREFIX = "language_model."  # of the tensors in a multimodal model's text part
@@ -44,6 +55,7 @@ class TensorNames(NamedTuple):
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    gate_up: str = ""  # of the tensor that has the rows of both
     embedding: str = "embed_tokens"
     final_norm: str = "norm"
 
@@ -60,6 +72,9 @@ class Architecture:
     config.json lacks. `constants` are fields of DecoderConfig that no key determines.
     `qk_norm_whole`: q and k are normed before they are split into heads. `is_merged`: the
     checkpoint has q, k and v in one tensor, and gate and up in another.
+
+    `read_keys` returns config.json with the keys that other decoders have, and `read_fields` fields
+    of DecoderConfig, where keys of the family's own determine them.
     """
 
     model_type: str
@@ -79,11 +94,16 @@ class Architecture:
     scaled_embedding: bool = False  # whether it is multiplied by the root of hidden_size
     prefix: str = ""  # of all tensors' names
     experts: ExpertsFormat | None = None
+    read_keys: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    read_fields: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     def parse(self, hf_config: dict[str, Any]) -> DecoderConfig:
         missing = {key: self.defaults[key] for key in self.defaults if hf_config.get(key) is None}
+        own = keys = hf_config | missing
+        if self.read_keys is not None:
+            keys = self.read_keys(own)
         config = parse_decoder_config(
-            hf_config | missing,
+            keys,
             default_head_dim=self.default_head_dim,
             honours=self.honours,
             activation=self.activation,
@@ -91,7 +111,9 @@ class Architecture:
         scale = config.hidden_size**0.5 if self.scaled_embedding else config.embedding_scale
         constants = {"embedding_scale": scale, "name_prefix": self.prefix, **self.constants}
         if self.experts is not None:
-            constants["experts"] = self.experts.parse(hf_config | missing)
+            constants["experts"] = self.experts.parse(keys)
+        if self.read_fields is not None:
+            constants |= self.read_fields(own)
         return replace(config, **constants)
 
     def weight_shapes(self, config: DecoderConfig) -> dict[str, list[int]]:
@@ -161,16 +183,26 @@ class Architecture:
             yield "sinks", [config.num_attention_heads]
 
     def _mlp(self, config: DecoderConfig, index: int) -> Shapes:
-        hidden, inner, names = config.hidden_size, config.intermediate_size, self.names
-        if self.experts and config.experts and index not in config.experts.dense_layers:
-            yield from self.experts.weight_shapes(config.experts, hidden)
+        experts, own = self.experts, config.experts
+        if experts is None or own is None or index in own.dense_layers:
+            size, has_bias = config.intermediate_size, config.mlp_bias
+            yield from self._dense_mlp(config, self.names.mlp, size, has_bias)
             return
-        gate_up = {names.gate: inner, names.up: inner}
-        if self.is_merged:
-            gate_up = {"gate_up_proj": sum(gate_up.values())}
-        for name, rows in gate_up.items():
-            yield from _linear(f"{names.mlp}.{name}", rows, hidden, config.mlp_bias)
-        yield from _linear(f"{names.mlp}.{names.down}", hidden, inner, config.mlp_bias)
+        yield from experts.weight_shapes(own, config.hidden_size)
+        if own.shared_size:
+            shared = experts.name_of(experts.shared)
+            yield from self._dense_mlp(config, shared, own.shared_size, False)
+
+    def _dense_mlp(self, config: DecoderConfig, block: str, size: int, has_bias: bool) -> Shapes:
+        hidden, names = config.hidden_size, self.names
+        inputs = {names.gate: size, names.up: size}
+        if merged := "gate_up_proj" if self.is_merged else names.gate_up:
+            inputs = {merged: 2 * size}
+        if not config.has_gated_mlp:
+            inputs = {names.up: size}
+        for name, rows in inputs.items():
+            yield from _linear(f"{block}.{name}", rows, hidden, has_bias)
+        yield from _linear(f"{block}.{names.down}", hidden, size, has_bias)
 
 
 def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Shapes:
@@ -347,6 +379,121 @@ ARCHITECTURES = {
         },
         constants={"fp32_norms": True},
         experts=ExpertsFormat(renormalizes=True, has_biases=True, is_clamped=True, router="router"),
+    ),
+    "GraniteMoeHybridForCausalLM": Architecture(
+        "granitemoehybrid",
+        honours=(
+            *("attention_bias", "embedding_multiplier", "residual_multiplier"),
+            *("attention_multiplier", "logits_scaling", *_EXPERTS),
+        ),
+        names=TensorNames(
+            mixer="mamba", mlp="shared_mlp", gate_up="input_linear", down="output_linear"
+        ),
+        defaults={
+            "attention_multiplier": 1.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+        },
+        experts=ExpertsFormat(
+            is_optional=True,
+            renormalizes=True,  # the softmax of the largest logits
+            block="",
+            router="block_sparse_moe.router.layer",
+            experts="block_sparse_moe.experts",
+            gate="gate_linear",
+            up="up_linear",
+            down="output_linear",
+            shared_size="shared_intermediate_size",
+            shared="shared_mlp",
+            shared_gate=None,
+        ),
+        read_keys=granite_keys,
+        read_fields=granite_fields,
+    ),
+    "FalconH1ForCausalLM": Architecture(
+        "falcon_h1",
+        honours=(
+            *("attention_bias", "mlp_bias", "embedding_multiplier", "attention_in_multiplier"),
+            *("attention_out_multiplier", "key_multiplier", "lm_head_multiplier"),
+            *("mlp_multipliers", "ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier"),
+        ),
+        norms=("input_layernorm", None, "pre_ff_layernorm", None),
+        names=TensorNames(mixer="mamba", mlp="feed_forward", final_norm="final_layernorm"),
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "mamba_conv_bias": True,
+            "mamba_norm_before_gate": True,
+        },
+        read_fields=falcon_fields,
+    ),
+    "BambaForCausalLM": Architecture(
+        "bamba",
+        honours=("attention_bias", "mlp_bias", "partial_rotary_factor"),
+        norms=("input_layernorm", None, "pre_ff_layernorm", None),
+        names=TensorNames(mixer="mamba", mlp="feed_forward", final_norm="final_layernorm"),
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "mamba_conv_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
+        read_fields=bamba_fields,
+    ),
+    "NemotronHForCausalLM": Architecture(
+        "nemotron_h",
+        honours=_EXPERTS,
+        default_head_dim=128,
+        qkv_bias=False,
+        o_bias=False,
+        norms=("norm", None, "norm", None),
+        names=TensorNames(
+            *("mixer", "mixer", "mixer"), embedding="embeddings", final_norm="norm_f"
+        ),
+        activation="relu_squared",
+        defaults={
+            "num_key_value_heads": 8,
+            "layer_norm_epsilon": 1e-5,
+            "use_conv_bias": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+        },
+        constants={"base_name": "backbone.", "fp32_norms": True, "has_gated_mlp": False},
+        experts=ExpertsFormat(
+            "moe_intermediate_size",
+            is_optional=True,
+            scoring="sigmoid",
+            correction="gate.e_score_correction_bias",
+            scale="routed_scaling_factor",
+            num_groups="n_group",
+            top_groups="topk_group",
+            latent_size="moe_latent_size",
+            dense_layers=nemotron_dense_layers,
+            block="mixer",
+            gate=None,
+            shared_size="moe_shared_expert_intermediate_size",
+            shared="shared_experts",
+            shared_gate=None,
+        ),
+        read_keys=nemotron_keys,
+        read_fields=nemotron_fields,
+    ),
+    "Mamba2ForCausalLM": Architecture(
+        "mamba2",
+        honours=(),
+        norms=("norm", None, None, None),
+        names=TensorNames(mixer="mixer", embedding="embeddings", final_norm="norm_f"),
+        defaults={
+            "layer_norm_epsilon": 1e-5,
+            "use_conv_bias": True,
+            "max_position_embeddings": 2**20,  # it has no limit
+        },
+        constants={"base_name": "backbone."},
+        read_keys=mamba2_keys,
+        read_fields=mamba2_fields,
     ),
 }
 

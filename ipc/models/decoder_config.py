@@ -12,6 +12,7 @@ from ..errors import ModelLoadError
 from .config_values import MOST_OF_A_SIZE, malformed
 from .experts_config import ExpertsConfig
 from .forms import GENERATE, Head, decoder_head, form_of, score_tokens
+from .mamba_config import MAMBA_KEYS
 from .mixers import MixerConfig
 from .pooling import STORED_POOLING
 from .quantization_config import parse_quantization
@@ -131,7 +132,15 @@ _READ = frozenset(
         "sliding_window",
         "swiglu_alpha",
         "swiglu_limit",
+        "attn_layer_indices",
+        "hybrid_override_pattern",
+        "layers_block_type",
+        "moe_latent_size",
+        "moe_shared_expert_intermediate_size",
+        "position_embedding_type",
+        "shared_intermediate_size",
         *CONTEXT_KEYS,
+        *MAMBA_KEYS,
     }
 )
 # Keys that would change the mathematics, with the values under which they do not. Other values are
@@ -161,10 +170,22 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "qkv_bias": (True,),
     "clip_qkv": (),
+    "attention_in_multiplier": (1.0,),
+    "attention_out_multiplier": (1.0,),
+    "key_multiplier": (1.0,),
+    "lm_head_multiplier": (1.0,),
+    "mlp_multipliers": ([1.0, 1.0],),
+    "ssm_in_multiplier": (1.0,),
+    "ssm_multipliers": ([1.0] * 5,),
+    "ssm_out_multiplier": (1.0,),
 }
 # Keys that name the activation of the MLP; a model has one activation, under these names.
-_ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
-ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+_ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+ACTIVATIONS = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh",),
+    "relu_squared": ("relu2",),
+}
 # Keys of numbers that a model may multiply by, if it honours them.
 _MULTIPLIERS = {
     "embedding_multiplier": "embedding_scale",
@@ -233,6 +254,9 @@ class DecoderConfig:
     embedding_scale: float = 1.0  # factor of the embedding's rows
     residual_scale: float = 1.0  # factor of what a block adds to the residual stream
     logits_scale: float = 1.0  # factor of the logits
+    attention_out_scale: float = 1.0  # factor of what attention beside a mixer returns
+    mlp_scales: tuple[float, ...] = (1.0, 1.0)  # factors of an MLP's gate, and of what it returns
+    has_gated_mlp: bool = True  # else, an MLP is down(activation(up(x)))
     name_prefix: str = ""  # of all names of tensors
     base_name: str = "model."  # what follows it in those of the base model
     norm_offset: float = 0.0  # what is added to the stored weights of norms

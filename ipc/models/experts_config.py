@@ -134,7 +134,7 @@ class ExpertsFormat:
     def weight_shapes(
         self, config: ExpertsConfig, hidden_size: int
     ) -> Iterator[tuple[str, list[int]]]:
-        """Name and shape of every tensor of a layer's experts."""
+        """Name and shape of every tensor of a layer's experts, but for the shared one's MLP."""
         biased, size, width = {self.router: config.count}, config.size, hidden_size
         yield self.name_of(f"{self.router}.weight"), [config.count, hidden_size]
         if self.correction is not None:
@@ -154,13 +154,8 @@ class ExpertsFormat:
                 yield self.name_of(f"{name}.weight"), shape
         if self.has_biases:
             yield from ((self.name_of(f"{name}.bias"), [rows]) for name, rows in biased.items())
-        if size := config.shared_size:
-            shared = self.name_of(self.shared)
-            for name in ("up_proj",) if self.gate is None else ("gate_proj", "up_proj"):
-                yield f"{shared}.{name}.weight", [size, hidden_size]
-            yield f"{shared}.down_proj.weight", [hidden_size, size]
-            if self.shared_gate is not None:
-                yield self.name_of(f"{self.shared_gate}.weight"), [1, hidden_size]
+        if config.shared_size and self.shared_gate is not None:
+            yield self.name_of(f"{self.shared_gate}.weight"), [1, hidden_size]
 
 
 def sparse_steps(hf_config: dict[str, Any]) -> tuple[int, ...]:

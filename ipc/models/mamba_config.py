@@ -19,6 +19,7 @@ MOST_TAPS = 64  # of a convolution
 LEAST_FACTOR, MOST_FACTOR = 1e-6, 1e6
 # The parts of what the input projection gives, in the order of its rows.
 PARTS = ("z", "x", "B", "C", "dt")
+_INFINITY = {"__float__": "Infinity"}  # as transformers 5 writes it
 ONES = (1.0,) * len(PARTS)
 
 
@@ -64,6 +65,10 @@ class Mamba2Config:
             StatePart((self.num_heads, self.head_dim, self.state_size), True),
         )
 
+    def linear_shapes(self, hidden_size: int) -> list[tuple[int, int]]:
+        """(rows, columns) of the linear layers."""
+        return [(sum(self.part_sizes), hidden_size), (hidden_size, self.inner_size)]
+
     def weight_shapes(self, hidden_size: int) -> Iterator[tuple[str, list[int]]]:
         """Name and shape of every tensor of a mixer."""
         rows, channels = sum(self.part_sizes), self.conv_size
@@ -80,10 +85,6 @@ class Mamba2Config:
         yield "out_proj.weight", [hidden_size, self.inner_size]
         if self.has_out_bias:
             yield "out_proj.bias", [hidden_size]
-
-    def linear_shapes(self, hidden_size: int) -> list[tuple[int, int]]:
-        """(rows, columns) of the linear layers."""
-        return [(sum(self.part_sizes), hidden_size), (hidden_size, self.inner_size)]
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,9 @@ class Mamba2Format:
         def switch(key: str | None, default: bool) -> bool:
             return default if key is None else _switch(hf_config, key)
 
+        def factor(key: str | None) -> float:
+            return 1.0 if key is None else read_factor(hf_config, key)
+
         _check_time_step(hf_config)
         num_heads, num_groups = size(self.num_heads), size(self.num_groups)
         if num_heads % num_groups:
@@ -133,12 +137,14 @@ class Mamba2Format:
                 f"{self.num_groups}={num_groups}"
             )
         has_in_bias = switch(self.in_bias, False)
-        in_scale = 1.0 if self.in_scale is None else _factor(hf_config, self.in_scale)
+        in_scale = factor(self.in_scale)
         if has_in_bias and in_scale != 1.0:  # the bias would have to be left out of the factor
             raise ModelLoadError(
                 f"config.json: {self.in_scale}={in_scale} is not supported beside {self.in_bias}"
             )
-        scales = ONES if self.part_scales is None else _factors(hf_config, self.part_scales)
+        scales = ONES
+        if self.part_scales is not None:
+            scales = read_factors(hf_config, self.part_scales, PARTS)
         return Mamba2Config(
             num_heads=num_heads,
             head_dim=self._head_dim(hf_config, num_heads),
@@ -152,7 +158,7 @@ class Mamba2Format:
             has_norm=switch(self.has_norm, True),
             gate_first=not switch(self.norm_before_gate, False),
             part_scales=tuple(in_scale * scale for scale in scales),
-            out_scale=1.0 if self.out_scale is None else _factor(hf_config, self.out_scale),
+            out_scale=factor(self.out_scale),
         )
 
     def _head_dim(self, hf_config: dict[str, Any], num_heads: int) -> int:
@@ -210,13 +216,16 @@ NEMOTRON_FORMAT = Mamba2Format(
 )
 # Keys that change nothing here: how transformers computes, and how a model was initialised. It
 # raises steps to time_step_min in prefill, but not while it decodes; no other engine does, nor do
-# the models' own kernels.
+# the models' own kernels. The residual stream is of the model's dtype, whatever residual_in_fp32
+# says.
 HARMLESS_KEYS = frozenset(
     {
         *("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
         *("time_step_min", "time_step_max", "time_step_floor", "time_step_rank"),
         *("mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor", "rescale_prenorm_residual"),
         *("num_logits_to_keep", "z_loss_coefficient", "residual_in_fp32"),
+        *("moe_shared_expert_overlap", "num_nextn_predict_layers", "mtp_layers_block_type"),
+        "mtp_hybrid_override_pattern",
     }
 )
 MAMBA_KEYS = HARMLESS_KEYS.union(
@@ -230,7 +239,8 @@ def _check_time_step(hf_config: dict[str, Any]) -> None:
     convolution other than SiLU.
     """
     limits = hf_config.get("time_step_limit")
-    if limits is not None and list(limits) != [0.0, math.inf]:
+    unlimited = ((0.0, math.inf), (0.0, _INFINITY))
+    if limits is not None and tuple(limits) not in unlimited:
         raise malformed("time_step_limit", "[0.0, Infinity]", limits)
     activation = hf_config.get("mamba_hidden_act")
     if activation not in (None, "silu", "swish"):
@@ -251,18 +261,19 @@ def _epsilon(hf_config: dict[str, Any], key: str) -> float:
     return value
 
 
-def _factor(hf_config: dict[str, Any], key: str) -> float:
+def read_factor(hf_config: dict[str, Any], key: str) -> float:
+    """A factor, 1 where config.json has none. Raises ModelLoadError, naming the key."""
     value = hf_config.get(key)
     return 1.0 if value is None else _checked_factor(key, value)
 
 
-def _factors(hf_config: dict[str, Any], key: str) -> tuple[float, ...]:
-    """The factors of PARTS."""
+def read_factors(hf_config: dict[str, Any], key: str, names: tuple[str, ...]) -> tuple[float, ...]:
+    """The factors of these names, as read_factor."""
     values = hf_config.get(key)
     if values is None:
-        return ONES
-    if not isinstance(values, list) or len(values) != len(PARTS):
-        raise malformed(key, f"a list of {len(PARTS)} numbers, of {', '.join(PARTS)}", values)
+        return (1.0,) * len(names)
+    if not isinstance(values, (list, tuple)) or len(values) != len(names):
+        raise malformed(key, f"a list of {len(names)} numbers, of {', '.join(names)}", values)
     return tuple(_checked_factor(key, value) for value in values)
 
 

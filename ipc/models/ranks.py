@@ -56,17 +56,23 @@ def head_in_layers(config: DecoderConfig) -> float:
 
 
 def multiplied_weights(config: DecoderConfig, index: int) -> int:
-    """The weights of a layer that a token multiplies; of one with experts, as if all had them."""
+    """The weights of a layer that a token multiplies."""
     size, layer, num_weights = config.hidden_size, config.layer(index), 0
     if layer.has_attention:
         kv_heads = layer.num_kv_heads if layer.kv_from is None else 0
         num_weights += 2 * size * layer.head_dim * (config.num_attention_heads + kv_heads)
     if layer.mixer is not None:
         num_weights += sum(rows * columns for rows, columns in layer.mixer.linear_shapes(size))
-    inner = config.intermediate_size
-    if (experts := config.experts) is not None:
-        inner = experts.per_token * experts.size + experts.shared_size
-    return num_weights + layer.has_mlp * 3 * size * inner
+    if not layer.has_mlp:
+        return num_weights
+    matrices, experts = 2 + config.has_gated_mlp, config.experts
+    if experts is None or index in experts.dense_layers:
+        return num_weights + matrices * size * config.intermediate_size
+    width = experts.latent_size or size
+    num_weights += (
+        matrices * experts.per_token * experts.size * width + 2 * experts.latent_size * size
+    )
+    return num_weights + matrices * experts.shared_size * size
 
 
 def kv_share(config: EngineConfig) -> Fraction:

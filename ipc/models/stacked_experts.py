@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.(weight|bias)")
-_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+_GATE_UP, _DOWN = "experts.gate_up_proj", "experts.down_proj"
+_GRANITE_GATE_UP, _GRANITE_DOWN = "input_linear.weight", "output_linear.weight"
+_PAIRS = (_GATE_UP, _GRANITE_GATE_UP)  # of two projections
 # name of an expert's projection -> name of the layer's tensor, and whether it is the second half of
 # an expert's rows there
 _STACKS = {
@@ -21,6 +23,9 @@ _STACKS = {
     "w1": (_GATE_UP, False),
     "w3": (_GATE_UP, True),
     "w2": (_DOWN, False),
+    "gate_linear": (_GRANITE_GATE_UP, False),
+    "up_linear": (_GRANITE_GATE_UP, True),
+    "output_linear": (_GRANITE_DOWN, False),
 }
 _RENAMED = (".block_sparse_moe.", ".mlp.")  # Mixtral's, in the form with stacked experts
 # What stands behind the name of a tensor of experts in MXFP4: numbers [experts, rows, groups, 16],
@@ -56,8 +61,10 @@ def stacked_pieces(
     for name, match in found.items():
         stack, is_second = _STACKS[match[3]]
         rows, *columns = shapes[name]
-        count, stored_rows = counts[match[1]], 2 * rows if stack == _GATE_UP else rows
-        stored = f"{match[1]}.experts.{stack}".replace(*_RENAMED)
+        count, stored_rows = counts[match[1]], 2 * rows if stack in _PAIRS else rows
+        stored = f"{match[1]}.{stack}"
+        if stack in (_GATE_UP, _DOWN):
+            stored = stored.replace(*_RENAMED)
         if match[4] == "bias":
             stored += "_bias"
         whole = [count, stored_rows, *columns]

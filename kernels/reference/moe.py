@@ -11,9 +11,14 @@ from torch import Tensor
 from ..moe import ClampedSwiGLU, Experts
 from ..registry import register
 from .activation import gelu_tanh_and_mul, silu_and_mul
+from .encoder import relu_squared
 from .quantized import fused
 
-ACTIVATIONS = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+ACTIVATIONS = {
+    "silu": silu_and_mul,
+    "gelu_tanh": gelu_tanh_and_mul,
+    "relu_squared": relu_squared,
+}
 LEAST_SUM = 1e-20  # added to the sum of scores
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..moe import ClampedSwiGLU, Experts
+from ..moe import UNGATED, ClampedSwiGLU, Experts
 from ..registry import register
 from .device import PLAIN, PRIORITY, TILE, is_cuda
 
@@ -28,7 +28,7 @@ PAIRS, TILES = 128, 128  # pairs, and tiles, per step of align_kernel
 LOWEST = tl.constexpr(-3.0e38)  # a choice that is less than any, but not taken
 LEAST_SUM = tl.constexpr(1e-20)  # kernels/reference/moe.py
 ACTIVATIONS = ("silu", "gelu_tanh")
-CLAMPED = 3
+CLAMPED, RELU_SQUARED = 3, 4
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -223,6 +223,7 @@ def experts_kernel(
     DTYPE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,
     GATE_SCALE: tl.constexpr,
     GATE_LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -230,8 +231,9 @@ def experts_kernel(
     DEPTH: tl.constexpr,
 ):
     """out [pairs, OUT] = x [., IN], row pair // TOP_K, times the weight of the tile's expert, plus
-    its bias. With an ACTIVATION (1: SiLU, 2: GELU, 3: ClampedSwiGLU) the weight has 2 * OUT rows,
-    gate and up. Grid (tiles, blocks of outputs).
+    its bias. ACTIVATION is 0 for none, 1 for SiLU, 2 for GELU, 3 for ClampedSwiGLU, 4 for the
+    square of ReLU. With the first three the weight IS_GATED: it has 2 * OUT rows, gate and up. Grid
+    (tiles, blocks of outputs).
     """
     expert = tl.load(experts_ptr + tl.program_id(0))
     if expert < COUNT:
@@ -249,16 +251,21 @@ def experts_kernel(
             mask = here[:, None] & (column < OUT)[None, :]
             w = tl.load(weight_ptrs + start, mask=mask, other=0.0)
             total = tl.dot(x, w, total, input_precision="ieee")
-            if ACTIVATION > 0:
+            if IS_GATED:
                 up = tl.load(weight_ptrs + OUT * IN + start, mask=mask, other=0.0)
                 up_total = tl.dot(x, up, up_total, input_precision="ieee")
         if HAS_BIAS:
             bias_ptrs = tl.load(biases_ptr + expert).to(tl.pointer_type(DTYPE)) + column
             total += tl.load(bias_ptrs, mask=column < OUT, other=0.0).to(tl.float32)[None, :]
-            if ACTIVATION > 0:
+            if IS_GATED:
                 up_bias = tl.load(bias_ptrs + OUT, mask=column < OUT, other=0.0)
                 up_total += up_bias.to(tl.float32)[None, :]
-        if ACTIVATION > 0:
+        if ACTIVATION == 4:
+            relu = tl.maximum(
+                total.to(DTYPE).to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL
+            )
+            total = relu * relu
+        if IS_GATED:
             gate = total.to(DTYPE).to(tl.float32)
             up = up_total.to(DTYPE).to(tl.float32)
             if ACTIVATION == 3:
@@ -320,6 +327,8 @@ def _gate(activation: str | ClampedSwiGLU) -> tuple[int, float, float]:
     """Returns ACTIVATION, GATE_SCALE and GATE_LIMIT of experts_kernel."""
     if isinstance(activation, ClampedSwiGLU):
         return CLAMPED, activation.scale, activation.limit
+    if activation in UNGATED:
+        return RELU_SQUARED, 0.0, 0.0
     return 1 + ACTIVATIONS.index(activation), 0.0, 0.0
 
 
@@ -372,6 +381,7 @@ def _multiply(
         TOP_K=top_k,
         HAS_BIAS=biases is not None,
         ACTIVATION=activation,
+        IS_GATED=activation not in (0, RELU_SQUARED),
         GATE_SCALE=gate_scale,
         GATE_LIMIT=gate_limit,
         DEPTH=DEPTH,

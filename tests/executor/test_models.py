@@ -157,6 +157,44 @@ VARIANTS = {
             "rope_parameters": {**YARN, "truncate": False},
         },
     ),
+    "granite-hybrid": ("granitemoehybrid", {}),
+    "granite-hybrid-dense-rope": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            "tie_word_embeddings": True,
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "falcon-h1": ("falcon_h1", {"attention_in_multiplier": 1.1}),
+    "falcon-h1-norm": ("falcon_h1", {"mamba_rms_norm": True, "projectors_bias": True}),
+    "falcon-h1-gate-first": (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "bamba": ("bamba", {}),
+    "nemotron-h": ("nemotron_h", {}),
+    "nemotron-h-plain": (
+        "nemotron_h",
+        {
+            "moe_latent_size": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "use_bias": True,
+        },
+    ),
+    "mamba2": ("mamba2", {}),
+    "mamba2-tied-bias": ("mamba2", {"tie_word_embeddings": True, "use_bias": True}),
     "mistral": ("mistral", {}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "llama": ("llama", {}),
@@ -270,9 +308,12 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(
 @pytest.mark.parametrize("isa", ["auto", "none"])
 @pytest.mark.parametrize(
     "variant",
-    ["qwen2-window", "mistral", "gemma3", "olmo3", "mixtral-window", "qwen2-moe", "gpt-oss"],
+    [
+        *("qwen2-window", "mistral", "gemma3", "olmo3", "mixtral-window", "qwen2-moe", "gpt-oss"),
+        *("granite-hybrid", "falcon-h1", "nemotron-h", "mamba2"),
+    ],
 )
-def test_windows_and_experts_are_token_exact_in_chunks_beside_decodes_and_after_preemption(
+def test_windows_experts_and_states_are_token_exact_in_chunks_beside_decodes_and_after_preemption(
     variant, isa, tiny, oracle
 ):
     kind, overrides = VARIANTS[variant]
@@ -367,7 +408,11 @@ def test_stages_equal_those_of_transformers(tiny, oracle):
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen2", "qwen3", "llama", "gemma3_text", "olmo2", "granite", "bundled"]
+    "kind",
+    [
+        *("qwen2", "qwen3", "llama", "gemma3_text", "olmo2", "granite", "bundled"),
+        *("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2"),
+    ],
 )
 def test_bfloat16_is_within_transformers_own_error(kind, tiny, oracle):
     """Compare both in bf16 with transformers in fp32, on the same tokens. Quire's error is not

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from quire.kernels import registry
-from quire.kernels.moe import ClampedSwiGLU, Experts
+from quire.kernels.moe import UNGATED, ClampedSwiGLU, Experts
 from quire.tests.kernels.case import Case, DenseLayer, rand
 from torch import Tensor
 
@@ -76,8 +76,11 @@ def fused_moe(dtype: torch.dtype) -> list[Case]:
         of_gate_up, of_down = biases or (gate_up.new_zeros(gate_up.shape[:2]), [0.0] * len(down))
         for token, row in enumerate(x):
             for weight, expert in zip(weights[token], ids[token].tolist()):
-                gate, up = (gate_up[expert] @ row + of_gate_up[expert]).chunk(2)
-                if isinstance(activation, ClampedSwiGLU):
+                product = gate_up[expert] @ row + of_gate_up[expert]
+                gate, up = product.chunk(2)
+                if activation in UNGATED:
+                    inner = product.relu().square()
+                elif isinstance(activation, ClampedSwiGLU):
                     gate, up = gate.clamp(max=activation.limit), up.clamp(-0.7, 0.7)
                     inner = gate * (1.702 * gate).sigmoid() * (up + 1)
                 else:
@@ -94,12 +97,13 @@ def fused_moe(dtype: torch.dtype) -> list[Case]:
         activation: str | ClampedSwiGLU = "silu",
         has_biases: bool = False,
     ) -> Case:
+        first = inner if activation in UNGATED else 2 * inner
         gate_up, down = (
             (torch.randn(num_experts, n, k) / k**0.5).to(dtype)
-            for n, k in ((2 * inner, hidden), (hidden, inner))
+            for n, k in ((first, hidden), (hidden, inner))
         )
         x, weights = rand(len(ids), hidden, dtype=dtype), torch.rand(ids.shape) + 0.1
-        biases = [rand(num_experts, n, dtype=dtype) for n in (2 * inner, hidden) if has_biases]
+        biases = [rand(num_experts, n, dtype=dtype) for n in (first, hidden) if has_biases]
         return Packed(name, (x, ids, weights, gate_up, down, activation, *biases), own)
 
     one = torch.full((70, 1), 2, dtype=torch.int32)
@@ -111,6 +115,8 @@ def fused_moe(dtype: torch.dtype) -> list[Case]:
         case("many rows", random_ids(150, 6, 2), 6, 64, 80),
         case("no token", random_ids(0, 4, 2), 4, 64, 32),
         case("biases", random_ids(9, 4, 2), 4, 64, 48, has_biases=True),
+        case("no gates", random_ids(70, 8, 3), 8, 64, 40, "relu_squared"),
+        case("no gates, biases", random_ids(9, 4, 2), 4, 48, 33, "relu_squared", has_biases=True),
         case("clamped", random_ids(70, 8, 3), 8, 64, 40, CLAMPED),
         case("clamped, biases", random_ids(13, 5, 4), 5, 96, 32, CLAMPED, has_biases=True),
     ]

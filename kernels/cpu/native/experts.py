@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...moe import ClampedSwiGLU, Experts
+from ...moe import UNGATED, ClampedSwiGLU, Experts
 from ...reference import moe as reference
 from ...registry import register
 from .calls import (
@@ -38,7 +38,10 @@ from .linear import NativeLinear
 from .program import empty, run_call
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 
-_EPILOGUES = {"silu": Epilogue.GATED, "gelu_tanh": Epilogue.GATED_GELU_TANH}
+_EPILOGUES = {
+    "silu": Epilogue.GATED,
+    "gelu_tanh": Epilogue.GATED_GELU_TANH,
+}
 
 
 @register("route_experts", name="native", predicate=is_native, priority=PRIORITY)
@@ -254,8 +257,12 @@ def _gate(activation: str | ClampedSwiGLU) -> tuple[Epilogue, float, float]:
 def _tables(experts: Experts) -> tuple[_Table, _Table] | None:
     """Returns None where the layers are not all alike, or cannot be gated as they are."""
     gate_up, down = _table(experts.gate_up), _table(experts.down)
+    is_known = isinstance(experts.activation, ClampedSwiGLU) or experts.activation in _EPILOGUES
+    if gate_up is None or down is None or not is_known:
+        return None
+    is_gated = experts.activation not in UNGATED
     can_gate = all(getattr(layer, "can_gate", False) for layer in experts.gate_up)
-    return None if gate_up is None or down is None or not can_gate else (gate_up, down)
+    return None if is_gated and not can_gate else (gate_up, down)
 
 
 def _table(layers: Sequence[Any]) -> _Table | None:

@@ -111,11 +111,10 @@ def test_a_sigmoid_router_with_groups_and_a_shared_expert() -> None:
         latent_size=16,
     )
     shapes = dict(names.weight_shapes(config, 32))
-    assert len(shapes) == 2 + 2 + 8 * 2 + 2
+    assert len(shapes) == 2 + 2 + 8 * 2
     assert shapes["gate.e_score_correction_bias"] == [8]
     assert shapes["fc1_latent_proj.weight"] == [16, 32]
     assert shapes["experts.7.down_proj.weight"] == [16, 24]
-    assert shapes["shared_experts.up_proj.weight"] == [48, 32]
     assert names.parse(keys | {"n_routed_experts": 0}) is None
     with pytest.raises(ModelLoadError, match="n_group must be a divisor of the 8 experts"):
         names.parse(keys | {"n_group": 8})

@@ -113,7 +113,7 @@ NOTES = {
     "nemotron_h": ("Nemotron-H, Nemotron 3", "Mamba 2, attention, MLP or experts in each layer"),
     "falcon_h1": ("Falcon-H1", "attention and Mamba 2 side by side in each layer, multipliers"),
     "bamba": ("Bamba", "Mamba 2 in most layers"),
-    "mamba2": ("Mamba 2", "no attention"),
+    "mamba2": ("Mamba 2", "no attention; the residual stream is of the model's dtype"),
     "deepseek_v2": ("DeepSeek V2", "latent attention, experts"),
     "deepseek_v3": ("DeepSeek V3 and R1, Kimi K2", "latent attention, experts in groups"),
     "glm4_moe_lite": ("GLM-4.7-Flash", "latent attention, experts"),

@@ -161,7 +161,10 @@ def make_tiny_config(kind: str, **overrides: Any):
             "pad_token_id": 0,
         },
     }[kind]
-    return AutoConfig.for_model(kind, **{**TINY, **per_kind, **overrides})
+    keys = {**TINY, **per_kind, **overrides}
+    if "num_hidden_layers" in overrides and per_kind.get("layer_types"):
+        keys["layer_types"] = per_kind["layer_types"][: keys["num_hidden_layers"]]
+    return AutoConfig.for_model(kind, **keys)
 
 
 def save_tiny_model(

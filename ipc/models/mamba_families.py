@@ -63,11 +63,11 @@ def granite_fields(hf_config: Keys) -> Keys:
 
 def bamba_fields(hf_config: Keys) -> Keys:
     """Fields of DecoderConfig."""
-    num_layers = hf_config["num_hidden_layers"]
     given = hf_config.get("attn_layer_indices") or []
-    is_list = isinstance(given, list) and all(type(index) is int for index in given)
-    if not is_list or any(not 0 <= index < num_layers for index in given):
-        raise malformed("attn_layer_indices", f"a list of layers below {num_layers}", given)
+    # however many: hf_overrides may ask for fewer layers
+    if not isinstance(given, list) or not all(type(index) is int for index in given):
+        raise malformed("attn_layer_indices", "a list of layers", given)
+    num_layers = hf_config["num_hidden_layers"]
     kinds = [ATTENTION if index in given else MIXER for index in range(num_layers)]
     return {"layers": _with_mlp(kinds, MAMBA_FORMAT.parse(hf_config))}
 

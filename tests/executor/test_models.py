@@ -432,13 +432,15 @@ def test_bfloat16_is_within_transformers_own_error(kind, tiny, oracle):
             ours.append(logprobs - exact[i][ids])
             theirs.append(rounded[i][ids] - exact[i][ids])
     root_mean_square = [float(np.sqrt(np.mean(np.square(errors)))) for errors in (ours, theirs)]
-    assert 0 < root_mean_square[0] <= 1.15 * root_mean_square[1]
+    # transformers' own code of the recurrence returns fp32, its kernels bf16
+    most = 1.35 if kind == "mamba2" else 1.15
+    assert 0 < root_mean_square[0] <= most * root_mean_square[1]
 
 
 def test_unknown_architecture_lists_the_known_ones():
     with pytest.raises(
         ModelLoadError,
-        match="MambaForCausalLM.*supported: BertModel.*Gemma3ForCausalLM, Gemma3ForCond",
+        match="MambaForCausalLM.*supported: .*BertModel.*Gemma3ForCausalLM, Gemma3ForCond",
     ):
         find_model({"architectures": ["MambaForCausalLM"]})
     with pytest.raises(ModelLoadError, match="names no architecture"):

@@ -152,7 +152,7 @@ def test_every_key_is_known(kind: str) -> None:
         ("granitemoehybrid", {"mamba_d_head": "auto", "mamba_expand": -1}, "mamba_expand must be"),
         ("granitemoehybrid", {"time_step_limit": [0.1, math.inf]}, "time_step_limit must be"),
         ("granitemoehybrid", {"mamba_conv_bias": 3}, "mamba_conv_bias must be true or false"),
-        ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices must be a list of layers bel"),
+        ("bamba", {"attn_layer_indices": ["1"]}, "attn_layer_indices must be a list of layers"),
         ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, "5 numbers, of z, x, B, C, dt"),
         ("falcon_h1", {"mlp_multipliers": [1.0, 0.0]}, "mlp_multipliers must be a number from"),
         ("falcon_h1", {"mamba_proj_bias": True}, "ssm_in_multiplier=1.2 is not supported beside"),

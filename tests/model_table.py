@@ -67,6 +67,7 @@ PARSERS = {
     "cohere2": ("cohere", "cohere"),
     "cohere2_moe": ("cohere", "cohere_text"),
     "apertus": ("apertus", "apertus"),
+    "hy_v3": ("hy_v3", "hy_v3"),
 }
 # Of the model type of a page: the models that people know; what its layers have beyond Llama's
 NOTES = {

@@ -69,6 +69,16 @@ GLM = (
     "</arg_value>",
     "</tool_call>",
 )
+HUNYUAN = (
+    ("<tool_calls:opensource>", "<tool_call:opensource>"),
+    "</tool_calls:opensource>",
+    "<tool_sep:opensource>",
+    "<arg_key:opensource>",
+    "</arg_key:opensource>",
+    "<arg_value:opensource>",
+    "</arg_value:opensource>",
+    "</tool_call:opensource>",
+)
 DSML = (
     '">',
     '<｜DSML｜parameter name="',
@@ -117,7 +127,12 @@ TOOL_FORMATS = (
     ToolRow("glm47", TaggedCalls(*GLM, padding=""), ("<tool_call>", "</arg_key><arg_value>")),
     ToolRow("glm45", TaggedCalls(*GLM, between_key_and_value="\n"), ("<tool_call>", "<arg_key>")),
     ToolRow("minimax_m2", TaggedCalls(*MINIMAX)),
-    # Templates build the marks from the token.
+    # Templates build these marks, with the suffix or from the token.
+    ToolRow(
+        "hy_v3",
+        TaggedCalls(*HUNYUAN, between_key_and_value="\n"),
+        ("<tool_sep{}>", ":opensource"),
+    ),
     ToolRow("deepseek_v32", DSML_V32, ("｜DSML｜", "function_calls")),
     ToolRow("deepseek_v4", DSML_V4, ("｜DSML｜",)),
     ToolRow("gemma4", GemmaCalls()),
@@ -184,6 +199,9 @@ REASONING_FORMATS = {
         texts=("</think>", "<response></response>"),
     ),
     "think": ReasoningMarks("<think>", "</think>"),
+    "hy_v3": ReasoningMarks(
+        "<think:opensource>", "</think:opensource>", texts=("</think{}>", ":opensource")
+    ),
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>"),
     "cohere": ReasoningMarks(

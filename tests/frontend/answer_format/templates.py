@@ -153,6 +153,17 @@ TEMPLATES = {
         )
         + "</minimax:tool_call>"
     ),
+    "hy_v3": "{% set kind = ':opensource' %}"
+    + chatml(
+        "{{ '<tool_calls{}>\n'.format(kind) }}"
+        + tagged(
+            "'<tool_call{}>'.format(kind) + c.function.name + '<tool_sep{}>\n'.format(kind)",
+            "'<arg_key{}>'.format(kind) + k + '</arg_key{}>\n<arg_value{}>'.format(kind, kind) + "
+            f"{VALUE} + '</arg_value{{}}>\n'.format(kind)",
+            "{{ '</tool_call{}>\n'.format(kind) }}",
+        )
+        + "{{ '</tool_calls{}>'.format(kind) }}"
+    ),
     "deepseek_v3": chatml(  # its own template puts the arguments after a text
         "{{ '<｜tool▁calls▁begin｜>' }}"
         + each(
@@ -420,6 +431,21 @@ STOCK = {
         '<tool_call>[{"name": "f", "arguments": {"a": "x", "n": 2}}]',
         "granite",
         "granite33",
+    ),
+    "Hunyuan 3": (
+        "{% set kind = ':opensource' %}"
+        + stock(
+            "{{ '<tool_calls{}><tool_sep{}></think{}>'.format(kind, kind, kind) }}",
+            switched("<|Assistant|><think:opensource>", "<think:opensource></think:opensource>"),
+        ),
+        "enable_thinking",
+        "<tool_calls:opensource>\n<tool_call:opensource>f<tool_sep:opensource>\n"
+        "<arg_key:opensource>a</arg_key:opensource>\n<arg_value:opensource>x"
+        "</arg_value:opensource>\n<arg_key:opensource>n</arg_key:opensource>\n"
+        "<arg_value:opensource>2</arg_value:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>",
+        "hy_v3",
+        "hy_v3",
     ),
     "Command R7B": (
         stock(

@@ -121,6 +121,14 @@ WRITTEN = {
         "3}}\n</tool_call>\n"
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     ),
+    "hy_v3": (
+        "<tool_calls:opensource>\n<tool_call:opensource>weather<tool_sep:opensource>\n"
+        "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Paris"
+        "</arg_value:opensource>\n<arg_key:opensource>days</arg_key:opensource>\n"
+        "<arg_value:opensource>3</arg_value:opensource>\n</tool_call:opensource>\n"
+        "</tool_calls:opensource>\n<tool_calls:opensource>\n<tool_call:opensource>now"
+        "<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>"
+    ),
     "cohere": (
         '<|START_ACTION|>\n[{"tool_name": "weather", "parameters": {"city": "Paris", "days": 3}}, '
         '{"tool_name": "now", "parameters": {}}]\n<|END_ACTION|>'

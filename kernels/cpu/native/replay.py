@@ -16,7 +16,7 @@ from .arena import Lifetime, place
 from .calls import CallList, Step
 from .fusion import fuse
 from .library import library
-from .recorder import STATE_INPUTS, Recorder, Unrecordable
+from .recorder import Recorder, Unrecordable
 from .timing import CallTimer
 
 INPUT_DTYPES = (
@@ -219,5 +219,6 @@ class Program:
                 f"metadata.states must be tensors of {STATE_DTYPES}, each of "
                 f"{step.num_requests} requests"
             )
-        for name, column in zip(STATE_INPUTS, columns):
-            setattr(step, name, column.data_ptr())
+        step.state_places, step.last_positions, step.copy_positions, step.copy_places = (
+            column.data_ptr() for column in columns
+        )

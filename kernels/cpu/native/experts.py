@@ -41,6 +41,7 @@ from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 _EPILOGUES = {
     "silu": Epilogue.GATED,
     "gelu_tanh": Epilogue.GATED_GELU_TANH,
+    "relu_squared": Epilogue.RELU_SQUARED,
 }
 
 
@@ -257,8 +258,7 @@ def _gate(activation: str | ClampedSwiGLU) -> tuple[Epilogue, float, float]:
 def _tables(experts: Experts) -> tuple[_Table, _Table] | None:
     """Returns None where the layers are not all alike, or cannot be gated as they are."""
     gate_up, down = _table(experts.gate_up), _table(experts.down)
-    is_known = isinstance(experts.activation, ClampedSwiGLU) or experts.activation in _EPILOGUES
-    if gate_up is None or down is None or not is_known:
+    if gate_up is None or down is None:
         return None
     is_gated = experts.activation not in UNGATED
     can_gate = all(getattr(layer, "can_gate", False) for layer in experts.gate_up)

@@ -305,6 +305,28 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(
     assert bits([first, again]) == [together[2]] * 2
 
 
+@needs_native
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("variant", ["granite-hybrid", "falcon-h1", "nemotron-h", "mamba2"])
+def test_bits_of_states_depend_neither_on_the_batch_nor_on_chunks(variant, quantization, tiny):
+    kind, overrides = VARIANTS[variant]
+    executor = start_executor(
+        tiny(kind, **overrides), dtype="bfloat16", quantization=quantization, block_size=BLOCK_SIZE
+    )
+    assert executor.runner.program is not None
+    prompts = [random_prompt(n, seed=n) for n in (3, 40, 75)]
+
+    def bits(rows: list[Row]) -> list[tuple[list[int], bytes]]:
+        return [(row.output, b"".join(each[1].tobytes() for each in row.logprobs)) for row in rows]
+
+    together = bits(generate(executor, prompts, 8, greedy(logprobs=4)))
+    for size in (1, 9):
+        in_chunks = generate(executor, prompts, 8, greedy(logprobs=4), lambda row: size)
+        assert together == bits(in_chunks)
+    for prompt, expected in zip(prompts, together):
+        assert [expected] == bits(generate(executor, [prompt], 8, greedy(logprobs=4)))
+
+
 @pytest.mark.parametrize("isa", ["auto", "none"])
 @pytest.mark.parametrize(
     "variant",

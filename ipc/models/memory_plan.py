@@ -65,7 +65,7 @@ def free_of_share(free_bytes: int, total_bytes: int, share: float) -> int:
 def affordable_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:
     """KV-cache blocks that fit: num_gpu_blocks_override, or what fits kv_cache_memory_bytes, or
     else `free_bytes` (on a CPU CPU_MEMORY_FRACTION of them, without those of offloaded blocks).
-    Blocks of an encoder have no bytes: as many as its requests need.
+    Blocks of a model without attention that is cached have no bytes: as many as its requests need.
     """
     cache_config = config.cache_config
     if cache_config.num_gpu_blocks_override is not None:

@@ -170,6 +170,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "qkv_bias": (True,),
     "clip_qkv": (),
+    "normalization_function": ("rmsnorm",),
     "attention_in_multiplier": (1.0,),
     "attention_out_multiplier": (1.0,),
     "key_multiplier": (1.0,),

@@ -217,7 +217,7 @@ NEMOTRON_FORMAT = Mamba2Format(
 # Keys that change nothing here: how transformers computes, and how a model was initialised. It
 # raises steps to time_step_min in prefill, but not while it decodes; no other engine does, nor do
 # the models' own kernels. The residual stream is of the model's dtype, whatever residual_in_fp32
-# says.
+# says. norm_before_gate of Mamba 2 is not read by transformers, whose gate is always first.
 HARMLESS_KEYS = frozenset(
     {
         *("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
@@ -225,7 +225,8 @@ HARMLESS_KEYS = frozenset(
         *("mamba_dt_min", "mamba_dt_max", "mamba_dt_init_floor", "rescale_prenorm_residual"),
         *("num_logits_to_keep", "z_loss_coefficient", "residual_in_fp32"),
         *("moe_shared_expert_overlap", "num_nextn_predict_layers", "mtp_layers_block_type"),
-        "mtp_hybrid_override_pattern",
+        *("mtp_hybrid_override_pattern", "norm_eps", "norm_before_gate", "rms_norm", "init_method"),
+        *("time_step_init_scheme", "time_step_scale", "mamba_use_mlp", "mlp_expansion_factor"),
     }
 )
 MAMBA_KEYS = HARMLESS_KEYS.union(

@@ -184,6 +184,17 @@ def test_scheduler_budget(model) -> None:
         scheduler(enable_chunked_prefill=False, long_prefill_token_threshold=5)
 
 
+def test_an_interval_of_checkpoints_ends_with_a_block(model) -> None:
+    with pytest.raises(
+        InvalidParameterError,
+        match="state_checkpoint_interval: must be a multiple of block_size=32, got 48",
+    ):
+        EngineArgs(model, state_checkpoint_interval=48, block_size=32).create_engine_config()
+    args = EngineArgs(model, state_checkpoint_interval=48, state_cache_memory_bytes=0)
+    cache = args.create_engine_config().cache_config
+    assert (cache.state_checkpoint_interval, cache.state_cache_memory_bytes) == (48, 0)
+
+
 def test_more_stages_than_layers_are_refused(model) -> None:
     with pytest.raises(InvalidParameterError, match="pipeline_parallel_size: must be"):
         EngineArgs(model, pipeline_parallel_size=200).create_engine_config()

@@ -166,11 +166,24 @@ def _memory(plan: Plan) -> list[tuple[str, int, str]]:
             uses[1] = ("  engines and frontend", plan.runtime_bytes, note)
             per_token = f"{format_bytes(room)} for each engine, {per_token}"
             room *= plan.num_engines
-    rest = plan.free_bytes - room
+    states = []
+    if plan.state_bytes:
+        each, at_most = f"{format_bytes(plan.state_bytes)} each", plan.num_state_checkpoints
+        running = plan.num_engines * plan.num_states
+        states = [
+            (f"  states of {running:,} requests", running * plan.state_bytes, each),
+            (
+                "  checkpoints of states",
+                plan.num_engines * at_most * plan.state_bytes,
+                f"at most, {at_most:,} of them (state_cache_memory_bytes)",
+            ),
+        ]
+    rest = plan.free_bytes - room - sum(size for _, size, _ in states)
     return [
         (memory + (", as named" if plan.memory_is_named else free), plan.memory_bytes, ""),
         *uses,
         ("  KV cache", room, per_token),
+        *states,
         (left if rest >= 0 else "  missing", abs(rest), ""),
     ]
 

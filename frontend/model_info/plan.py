@@ -29,6 +29,7 @@ from ...ipc.models.memory_plan import (
     fitting_tokens,
     free_of_share,
     plan_num_blocks,
+    plan_states,
 )
 from ...ipc.models.quantization_config import parse_quantization
 from ...ipc.models.quantized_tensors import saved_bytes
@@ -94,6 +95,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int  # KV-cache blocks of the engine; 0: the engine would not start
     kv_cache_bytes: int
     longest_kv_cache_bytes: int  # of one sequence of `longest_context` tokens
+    # Of models whose layers keep states: the bytes of a request's, and how many requests and how
+    # many checkpoints have room for theirs.
+    state_bytes: int = 0
+    num_states: int = 0
+    num_state_checkpoints: int = 0
     # Tokens of one sequence that fit, at most the model's context length. 0: the weights and one
     # block do not fit.
     longest_context: int
@@ -203,6 +209,9 @@ def make_plan(
         step_bytes=step_bytes,
         num_blocks=room.num_blocks,
         kv_cache_bytes=room.num_blocks * cache.block_bytes * size,
+        state_bytes=cache.state_bytes,
+        num_states=room.num_states,
+        num_state_checkpoints=room.num_checkpoints,
         longest_kv_cache_bytes=cache.layout.most_blocks(room.longest) * cache.block_bytes * size,
         longest_context=room.longest,
         concurrency=room.concurrency,
@@ -233,6 +242,7 @@ class _Cache:
             len(layers) for layers, window in zip(groups.layers, groups.windows) if window
         )
         self.layout = make_layout(config, groups.windows)
+        self.state_bytes = shape.state_bytes(DTYPE_BYTES[dtype])  # of one request
 
 
 class _Room(NamedTuple):
@@ -241,12 +251,22 @@ class _Room(NamedTuple):
     longest: int  # sequence in tokens
     concurrency: dict[int, int]
     cache_bytes: int  # of one rank, for a machine whose memory is named
+    # of requests and of checkpoints that keep states; 0 of models that keep none
+    num_states: int
+    num_checkpoints: int
 
 
 def _measure_room(config: EngineConfig, cache: _Cache, free: int) -> _Room:
     """Measures what fits. `free` has the bytes of one rank for its cache, on a CPU also for
     activations.
     """
+    num_states = num_checkpoints = 0
+    if cache.state_bytes and free > 0:
+        with contextlib.suppress(NotEnoughMemoryError):
+            num_states, num_checkpoints = plan_states(config, cache.state_bytes, free)
+        if config.device_config.device == "cuda":  # a CPU's pages are taken when they are written
+            free -= (num_states + num_checkpoints) * cache.state_bytes
+        free = free if num_states else 0
     affordable = affordable_blocks(config, cache.block_bytes, free) if free > 0 else 0
     hf_config = config.model_config.hf_config
     context = positions_of(hf_config) or model_context(hf_config)
@@ -258,11 +278,12 @@ def _measure_room(config: EngineConfig, cache: _Cache, free: int) -> _Room:
             num_blocks = plan_num_blocks(config, cache.block_bytes, free, cache.windows)
     lengths = sorted({*(length for length in CONTEXTS if length < longest), longest} - {0})
     most, usable = config.scheduler_config.max_num_seqs, (num_blocks or affordable) - 1
+    most = min(most, num_states) if cache.state_bytes else most
     concurrency = {
         length: min(most, usable // cache.layout.most_blocks(length)) for length in lengths
     }
     num_bytes = (num_blocks or affordable) * cache.block_bytes
-    return _Room(num_blocks, context, longest, concurrency, num_bytes)
+    return _Room(num_blocks, context, longest, concurrency, num_bytes, num_states, num_checkpoints)
 
 
 def _runtime_bytes(

@@ -20,6 +20,7 @@ from quire.frontend.model_info import plan as planning
 from quire.frontend.model_info.plan import CUDA_BYTES, RUNTIME_BYTES, Plan, make_plan, round_down
 from quire.ipc.errors import NotEnoughMemoryError
 from quire.ipc.models.memory_plan import free_of_share
+from quire.tests.executor.driver import start_executor
 from quire.tests.frontend.cli.command import call
 from quire.tests.tiny_encoders import save_tiny_encoder
 from quire.tests.tiny_models import save_tiny_model
@@ -81,6 +82,9 @@ SLOW = {"pack_quantized_linear": "reference"}  # present even without the native
         ("bundled", {}, {"speculative_config": {"method": "draft_model", "model": "bundled"}}),
         # a type for which the plan and the loader once disagreed
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, {}),
+        # layers that keep states beside keys and values, and instead of them
+        ("falcon_h1", {}, {"max_num_seqs": 3}),
+        ("mamba2", {}, {"max_num_seqs": 3}),
     ],
 )
 def test_the_engine_allocates_what_the_plan_predicts(
@@ -100,6 +104,23 @@ def test_the_engine_allocates_what_the_plan_predicts(
         ready.config.model_config.dtype,
         ready.config.model_config.max_model_len,
     )
+
+
+def test_states_of_requests_and_their_checkpoints_are_counted(tmp_path: Path) -> None:
+    model = str(save_tiny_model(tmp_path, "granitemoehybrid"))
+    arguments = {"dtype": "float32", "max_num_seqs": 3, "state_cache_memory_bytes": 2**18}
+    stated, executor = plan(model, GIB, **arguments), start_executor(model, **arguments)
+    assert (stated.num_states, stated.num_state_checkpoints) == (
+        executor.max_num_seqs,
+        executor.num_state_checkpoints,
+    )
+    num_bytes = 2 * (128 * 8 + 3 * 160) * 4  # of two mixers, in fp32
+    assert stated.state_bytes == num_bytes and stated.num_state_checkpoints == 2**18 // num_bytes
+    assert "states of 3 requests" in render(stated) and "checkpoints of states" in render(stated)
+    # a quarter of what is left is for states of requests
+    few = plan(model, stated.weights_bytes + RUNTIME_BYTES + 8 * num_bytes + 3, **arguments)
+    assert few.num_states == 2 and set(few.concurrency.values()) <= {0, 1, 2}
+    assert plan(str(save_tiny_model(tmp_path / "other")), GIB).state_bytes == 0
 
 
 def test_windows_multiply_the_requests_that_fit(tmp_path: Path) -> None:

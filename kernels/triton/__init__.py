@@ -27,4 +27,5 @@ if find_spec("triton") is not None:
         rows,
         sampling,
         slots,
+        states,
     )

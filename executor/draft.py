@@ -135,7 +135,7 @@ class Draft:
     def attention_layers(self) -> list[Any]:
         return self._built.attention_layers()
 
-    def host_caches(self, num_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def host_caches(self, num_blocks: int) -> list[torch.Tensor]:
         return self._cache.host_caches(self.attention_layers(), num_blocks)
 
     def allocate(self, num_blocks: int) -> None:

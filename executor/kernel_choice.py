@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 SERVED_BY = {
     "fp8": "the kernels for NVIDIA GPUs; use auto",
-    "int8": "the native CPU kernels for a head_dim that is a multiple of 16 up to 256, and they do "
+    "int8": "the native CPU kernels for a head_dim that is a multiple of 16 up to 512, and they do "
     "not serve here; use auto",
 }
 
@@ -30,7 +30,7 @@ def warn_of_slow_heads(head_dim: int, ops: registry.OpTable, overrides: dict[str
     op = "paged_attention"
     if ops.native and op not in ops.native and op not in overrides:
         logger.warning(
-            "head_dim=%d: native attention takes multiples of 8 up to 256, so PyTorch computes it: "
+            "head_dim=%d: native attention takes multiples of 8 up to 512, so PyTorch computes it: "
             "more slowly, and the last bits of a request's logits may depend on the requests "
             "beside it",
             head_dim,

@@ -1,7 +1,11 @@
-"""The memory of the KV cache on one rank: which layers share pages, what a page holds, how large it
-is.
+"""The memory of the KV cache on one rank: which layers share blocks, what a block holds, how large
+it is.
 
 Must not know: requests, block tables, how much memory there is.
+
+If all layers have keys and values of the same size, or all are in one group, a block has a page for
+each layer of a group, and each page has its own memory. Otherwise the blocks follow one another,
+and in each the parts of the layers of one group: a layer's cache is a view, whose blocks are apart.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class KVCacheMemory:
-    """The layout of the cache. `layers` are a model's attention layers, which may be replaced by
-    others of the same shape. Without any layers, blocks have no bytes.
+    """The layout of the cache. `layers` are the attention layers that own a part of it, which may be
+    replaced by others of the same shape. Without any layers, blocks have no bytes.
 
     A layer has num_kv_heads and head_dim. If it also has a sliding_window and a kv_cache_group,
     blocks behind the window are returned (ipc/models/kv_layout.py).
@@ -44,56 +48,81 @@ class KVCacheMemory:
     def _choose_groups(self, layers: Sequence[Any], config: EngineConfig) -> LayerGroups:
         if not layers:  # those of a text encoder
             return one_group(0)
-        groups = plan_groups(config, [getattr(layer, "sliding_window", 0) for layer in layers])
+        windows = [getattr(layer, "sliding_window", 0) for layer in layers]
+        groups = plan_groups(config, windows, self._sizes(layers))
         if groups.windows == (0,):
             return groups
         if not all(hasattr(layer, "kv_cache_group") for layer in layers):
-            reason = "a layer has no attribute kv_cache_group"
-        elif len(groups.windows) > 1 and len({self._shape(layer, 1) for layer in layers}) > 1:
-            reason = "the layers' caches have different shapes"
-        else:
-            windows = sorted({window for window in groups.windows if window})
             logger.info(
-                "KV cache: %d groups of up to %d layers; windows of %s return blocks",
-                len(groups.windows),
-                len(groups.pages),
-                ", ".join(map(str, windows)),
+                "KV cache: layers with windows keep the whole context: a layer has no attribute "
+                "kv_cache_group"
             )
-            return groups
-        logger.info("KV cache: layers with windows keep the whole context: %s", reason)
-        return one_group(len(layers))
+            return one_group(len(layers))
+        logger.info(
+            "KV cache: %d groups of up to %d layers; windows of %s return blocks",
+            len(groups.windows),
+            max(map(len, groups.layers)),
+            ", ".join(map(str, sorted({window for window in groups.windows if window}))),
+        )
+        return groups
 
-    def _shape(self, layer: Any, num_blocks: int) -> tuple[int, ...]:
-        """The shape of a layer's memory: keys come first, then values."""
+    def _shape(self, layer: Any) -> tuple[int, ...]:
+        """The shape of a layer's keys in a block, which its values also have."""
         row = kv_cache_row(layer.head_dim, self._dtype)
-        return 2, num_blocks, self._block_size, layer.num_kv_heads, row
+        return self._block_size, layer.num_kv_heads, row
+
+    def _sizes(self, layers: Sequence[Any]) -> list[int]:
+        """The numbers of keys and values of each layer in a block."""
+        return [2 * math.prod(self._shape(layer)) for layer in layers]
+
+    def _has_pages(self, layers: Sequence[Any]) -> bool:
+        return len(self.groups.layers) == 1 or len(set(map(self._shape, layers))) == 1
 
     def block_bytes(self, layers: Sequence[Any]) -> int:
         """Bytes of one block: keys and values of block_size tokens in every layer of a group."""
-        pages = (math.prod(self._shape(layers[index], 1)) for index in self.groups.pages)
-        return sum(pages) * self._dtype.itemsize
+        if not layers:
+            return 0
+        return self.groups.largest(self._sizes(layers)) * self._dtype.itemsize
 
     def bind(self, layers: Sequence[Any], num_blocks: int) -> None:
-        """Allocates all blocks. The layers of one group have different pages; the layers of another
-        group have the same pages again.
+        """Allocates all blocks. The layers of one group have different parts of a block; the layers
+        of another group have the same memory again.
         """
+        if not self._has_pages(layers):
+            self._bind_parts(layers, num_blocks)
+            return
         pages = [
-            devices.zeros(self._shape(layers[index], num_blocks), self._dtype, self._device)
+            devices.zeros((2, num_blocks, *self._shape(layers[index])), self._dtype, self._device)
             for index in self.groups.pages
         ]
         for group, members in enumerate(self.groups.layers):
             for index, page in zip(members, pages):
                 _bind(layers[index], page[0], page[1], group)
 
-    def host_caches(
-        self, layers: Sequence[Any], num_blocks: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each page, keys and values of `num_blocks` blocks in host memory."""
-        caches = [
-            devices.host_zeros(self._shape(layers[index], num_blocks), self._dtype, self._device)
-            for index in self.groups.pages
-        ]
-        return [(cache[0], cache[1]) for cache in caches]
+    def _bind_parts(self, layers: Sequence[Any], num_blocks: int) -> None:
+        sizes = self._sizes(layers)
+        shape = num_blocks, self.groups.largest(sizes)
+        memory = devices.zeros(shape, self._dtype, self._device)
+        for group, members in enumerate(self.groups.layers):
+            begin = 0
+            for index in members:
+                end = begin + sizes[index]
+                parts = memory[:, begin:end].unflatten(1, (2, *self._shape(layers[index])))
+                _bind(layers[index], parts[:, 0], parts[:, 1], group)
+                begin = end
+
+    def host_caches(self, layers: Sequence[Any], num_blocks: int) -> list[torch.Tensor]:
+        """`num_blocks` blocks in host memory, in the order of block_mover.caches_of: for each page
+        keys and values, or the whole blocks.
+        """
+        if not layers:
+            return []
+        if not self._has_pages(layers):
+            shape = num_blocks, self.groups.largest(self._sizes(layers))
+            return [devices.host_zeros(shape, self._dtype, self._device)]
+        shapes = [(2, num_blocks, *self._shape(layers[index])) for index in self.groups.pages]
+        caches = [devices.host_zeros(shape, self._dtype, self._device) for shape in shapes]
+        return [part for cache in caches for part in cache.unbind(0)]
 
 
 def release_caches(layers: Sequence[Any]) -> None:

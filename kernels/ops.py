@@ -182,7 +182,7 @@ def reshape_and_cache(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     """Stores key and value [T, NKV, D] in key_cache and value_cache [num_blocks, block_size, NKV,
-    kv_cache_row], both contiguous.
+    kv_cache_row]. Each block is contiguous. The distance between blocks is free, and equal in both.
 
     slot_mapping [T] i64: the slot of token t, block * block_size + offset. No slot occurs twice; a
     token with a negative slot is not stored.
@@ -234,8 +234,8 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of query [T, NQ, D] over the cached context -> [T, NQ, D].
 
-    key_cache and value_cache [num_blocks, block_size, NKV, kv_cache_row] already hold this step's
-    tokens (reshape_and_cache; Kwon et al. 2023). Values of another dtype are used as stored: int8
+    key_cache and value_cache [num_blocks, block_size, NKV, kv_cache_row], whose blocks are laid out
+    as reshape_and_cache says, already hold this step's tokens (Kwon et al. 2023). Values of another dtype are used as stored: int8
     values times their scale, and keys rotated back. NQ is a multiple of NKV: query head h reads KV
     head h // (NQ / NKV). The i-th of a request's q query tokens has position seq_len - q + i and
     sees positions up to its own; with sliding_window w > 0, the last w of these (Beltagy et al.
@@ -252,7 +252,7 @@ def copy_blocks(sources: list[Tensor], destinations: list[Tensor], pairs: Tensor
     """In place: block pairs[i, 1] of destinations[n] becomes block pairs[i, 0] of sources[n], for
     every i and n.
 
-    Each tensor is [num_blocks, block_size, NKV, kv_cache_row], contiguous, of any one dtype. A
+    Each tensor is [num_blocks, ...], contiguous, of any one dtype and its own size of blocks. A
     source and its destination are both on the device (possibly the same tensor: a request's last
     block is copied before the request writes to it), or one of them is in host memory, pinned where
     the device is a GPU (swapping). pairs [P, 2] i64 is on the host. No block is written twice, and

@@ -24,19 +24,18 @@ MEASURED_BLOCKS = 8
 class BlockMover:
     """Owns the host blocks.
 
-    `host_caches`: for each page of a block keys and values, each [num_host_blocks, block_size,
-    num_kv_heads, head_dim]; empty without swapping. `layers`: all that have a part of each block.
+    `host_caches`: memory of host blocks in the order of caches_of; empty without swapping.
+    `layers`: all that have a part of each block.
     """
 
     def __init__(
         self,
         layers: Sequence[AttentionLayer],
-        host_caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        host_caches: Sequence[torch.Tensor],
         ops: OpTable,
     ):
         self._layers = layers
-        # in the order of caches_of
-        self._host_caches = [cache for layer in host_caches for cache in layer]
+        self._host_caches = list(host_caches)
         self._copy_blocks = ops.copy_blocks
 
     def move(self, step: SchedulerOutput) -> None:
@@ -79,9 +78,21 @@ class BlockMover:
 
 
 def caches_of(layers: Sequence[AttentionLayer]) -> list[torch.Tensor]:
-    """Of each page of a block: layers of different groups have the same memory."""
-    caches = [cache for layer in layers for cache in (layer.key_cache, layer.value_cache)]
+    """The memory of all blocks, each [num_blocks, ...] and contiguous: the keys and the values of
+    each page or, if layers' caches are parts of blocks, the blocks. Layers of different groups have
+    the same memory.
+    """
+    parts = [cache for layer in layers for cache in (layer.key_cache, layer.value_cache)]
+    caches = map(_blocks_of, parts)
     return [*{cache.data_ptr(): cache for cache in caches}.values()]
+
+
+def _blocks_of(cache: torch.Tensor) -> torch.Tensor:
+    """The cache, or the blocks [num_blocks, numbers] of which it is a part."""
+    if cache.is_contiguous():
+        return cache
+    apart = cache.stride(0)
+    return cache.as_strided((len(cache), apart), (apart, 1), 0)
 
 
 def shortest_time(

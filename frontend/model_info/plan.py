@@ -20,7 +20,7 @@ from ...ipc.models.architectures import NATIVE
 from ...ipc.models.expert_parallel import shares_experts
 from ...ipc.models.gguf import is_gguf, read_gguf
 from ...ipc.models.gguf_weights import DTYPE_BYTES, check_gguf_tensors, weights_in_memory
-from ...ipc.models.kv_layout import make_layout, one_group, plan_groups
+from ...ipc.models.kv_layout import make_layout, plan_groups
 from ...ipc.models.memory_plan import (
     CPU_MEMORY_FRACTION,
     QUANTIZATION_BITS,
@@ -228,11 +228,8 @@ class _Cache:
         dtype, block_size = config.model_config.dtype, cache_config.block_size
         by_layer = kv_bytes_by_layer(shape, dtype, cache_config.kv_cache_dtype)
         bytes_per_token, windows = sum(by_layer), shape.cache_windows
-        groups = plan_groups(config, windows) if windows else one_group(0)
-        if len(groups.windows) > 1 and len({*by_layer}) > 1:
-            groups = one_group(len(windows))  # their pages differ (executor/kv_cache_memory.py)
-        block_bytes = sum(by_layer[layer] for layer in groups.pages) * block_size
-        block_bytes += draft_block_bytes
+        groups = plan_groups(config, windows, by_layer)
+        block_bytes = groups.largest(by_layer) * block_size + draft_block_bytes
         self.block_bytes = block_bytes if size == 1 else int(block_bytes * kv_share(config))
         self.bytes_per_token = (  # of all layers and ranks
             bytes_per_token if size == 1 else self.block_bytes * size // block_size
@@ -483,10 +480,10 @@ def _check_supported(config: EngineConfig, head_dim: int) -> None:
                 "kv_cache_dtype",
                 ("fp8 is supported by the NVIDIA GPU kernels only; use int8 or auto"),
             )
-        if kv_cache_dtype == "int8" and (head_dim % 16 or head_dim > 256):
+        if kv_cache_dtype == "int8" and (head_dim % 16 or head_dim > 512):
             raise InvalidParameterError(
                 "kv_cache_dtype",
-                f"int8 needs a head_dim that is a multiple of 16 up to 256, the model has "
+                f"int8 needs a head_dim that is a multiple of 16 up to 512, the model has "
                 f"{head_dim}; use auto",
             )
     if config.model_config.dtype == "float16":

@@ -2,14 +2,20 @@
 
 Must not know: torch, models, requests, how much memory there is.
 
-Layers with the same sliding window form groups of equally many layers; a larger set is split into
-several groups. A block has one page (the keys and values of block_size tokens) for each layer of a
+Layers with the same sliding window form groups of about the same size; a larger set is split into
+several groups. A block holds the keys and values of block_size tokens in the layers of any one
 group, so every block is of the same size, and one pool serves all groups. A request has one block
 table for each group. A group with a window returns the blocks that its window has left.
 
     layers    s s s s s f s s s s s f     (s: sliding, f: full)
     groups    f f | s s | s s | s s | s s | s s
     a block   two pages, of the two layers of any one group
+
+If layers differ in the size of a token's keys and values, so does the number of layers of a group:
+
+    layers    s s s s f s s s s f         (a token takes twice as much in f)
+    groups    f f | s s s s | s s s s
+    a block   parts of two layers, or of four of half the size
 """
 
 from __future__ import annotations
@@ -42,34 +48,44 @@ class LayerGroups(NamedTuple):
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """One layer for each page of a block."""
+        """One layer for each page of a block, where all layers have pages of the same size."""
         return max(self.layers, key=len)
 
+    def largest(self, sizes: Sequence[int]) -> int:
+        """The size of the largest group, for these sizes of layers."""
+        return max(sum(sizes[layer] for layer in layers) for layers in self.layers)
 
-def group_layers(windows: Sequence[int], max_model_len: int) -> LayerGroups:
+
+def group_layers(windows: Sequence[int], sizes: Sequence[int], max_model_len: int) -> LayerGroups:
     """Divides layers into groups, those without a window first.
 
     `windows`: for each layer the number of positions that a token sees; 0: all. A window that no
-    context exceeds is none.
+    context exceeds is none. `sizes`: of a token's keys and values in each layer, in any unit.
     """
     by_window: dict[int, list[int]] = {}
     for layer, window in enumerate(windows):
         by_window.setdefault(window if window < max_model_len else 0, []).append(layer)
-    counts = [len(layers) for layers in by_window.values()]
-    size = max(counts) if max(counts) <= MOST_PADDING * min(counts) else min(counts)
-    groups = [
-        (window, tuple(layers[start : start + size]))
-        for window, layers in sorted(by_window.items())
-        for start in range(0, len(layers), size)
-    ]
-    return LayerGroups(tuple(layers for _, layers in groups), tuple(w for w, _ in groups))
+    totals = [sum(sizes[layer] for layer in layers) for layers in by_window.values()]
+    most = max(totals) if max(totals) <= MOST_PADDING * min(totals) else min(totals)
+    groups: list[tuple[int, list[int]]] = []
+    for window, layers in sorted(by_window.items()):
+        room = 0
+        for layer in layers:
+            if room < sizes[layer]:
+                groups.append((window, []))
+                room = most
+            groups[-1][1].append(layer)
+            room -= sizes[layer]
+    return LayerGroups(tuple(tuple(layers) for _, layers in groups), tuple(w for w, _ in groups))
 
 
-def plan_groups(config: EngineConfig, windows: Sequence[int]) -> LayerGroups:
-    """The groups of an engine whose layers can be in any."""
-    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+def plan_groups(
+    config: EngineConfig, windows: Sequence[int], sizes: Sequence[int]
+) -> LayerGroups:
+    """The groups of an engine whose layers can be in any. See group_layers."""
+    if not windows or config.scheduler_config.disable_hybrid_kv_cache_manager:
         return one_group(len(windows))
-    return group_layers(windows, resolved(config.model_config.max_model_len))
+    return group_layers(windows, sizes, resolved(config.model_config.max_model_len))
 
 
 def one_group(num_layers: int) -> LayerGroups:

@@ -98,7 +98,11 @@ def _gather(
     """
     gathered = buffers[:, : len(slots)]
     for cache, rows in zip((key_cache, value_cache), gathered.unbind(0)):
-        torch.index_select(cache.view(-1, cache.stride(1)), 0, slots, out=rows)
+        if cache.is_contiguous():
+            torch.index_select(cache.view(-1, cache.stride(1)), 0, slots, out=rows)
+        else:  # other layers have parts of the same blocks
+            block_size = cache.shape[1]
+            rows.copy_(cache[slots // block_size, slots % block_size].flatten(1))
     keys, values = gathered.view(2, len(slots), *key_cache.shape[2:])
     return keys, values
 

@@ -17,9 +17,13 @@ def reshape_and_cache(
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         stored = (slot_mapping >= 0).nonzero().flatten()
         key, value, slot_mapping = key[stored], value[stored], slot_mapping[stored]
+    block_size, row = key_cache.shape[1], key_cache.stride(1)
+    if not key_cache.is_contiguous():  # other layers have parts of the same blocks
+        places = slot_mapping // block_size, slot_mapping % block_size
+        key_cache[places], value_cache[places] = key, value
+        return
     # One token's heads form a row of a matrix, because `index_copy_` is a third faster in two
     # dimensions than in three.
-    row = key_cache.stride(1)
     key_cache.view(-1, row).index_copy_(0, slot_mapping, key.flatten(1))
     value_cache.view(-1, row).index_copy_(0, slot_mapping, value.flatten(1))
 

@@ -22,7 +22,7 @@ from .attention_decode import MAX_PIECES, MIN_TILES, decode_kernel, merge_kernel
 from .attention_prefill import prefill_kernel
 from .device import PRIORITY, architecture, num_multiprocessors, reads_cache
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 # A decode step has enough programs to balance requests of different lengths and to keep loads in
 # flight.
 PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -256,8 +256,11 @@ def decode_shape(group: int, block_d: int, dtype: torch.dtype) -> dict[str, int]
     """One of the stages is used for the block-table look-up, so 5 keep two tiles in flight."""
     rows = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
-        return {"ROWS": rows, "TILE": 32 if block_d <= 64 else 16, "num_warps": 4, "num_stages": 3}
-    return {"ROWS": rows, "TILE": 64 if block_d <= 128 else 32, "num_warps": 4, "num_stages": 5}
+        stages = 3 if block_d <= 256 else 1
+        tile = 32 if block_d <= 64 else 16
+        return {"ROWS": rows, "TILE": tile, "num_warps": 4, "num_stages": stages}
+    tile = 64 if block_d <= 128 else 32 if block_d <= 256 else 16
+    return {"ROWS": rows, "TILE": tile, "num_warps": 4, "num_stages": 5}
 
 
 def prefill_shape(group: int, block_d: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
@@ -271,14 +274,14 @@ def prefill_shape(group: int, block_d: int, dtype: torch.dtype, arch: int) -> di
             "ROWS": max(rows, triton.next_power_of_2(group)),
             "TILE": tile,
             "num_warps": 8,
-            "num_stages": 2,
+            "num_stages": 2 if block_d <= 256 else 1,
         }
     rows, tile = 64 if block_d > 128 else 128, 64 if block_d <= (128 if arch >= 90 else 64) else 32
     return {
         "ROWS": max(rows, triton.next_power_of_2(group)),
-        "TILE": tile,
+        "TILE": tile if block_d <= 256 else 16,
         "num_warps": 8,
-        "num_stages": 3,
+        "num_stages": 3 if block_d <= 256 else 2,
     }
 
 

@@ -37,11 +37,15 @@ def reshape_and_cache_kernel(
     key_head_stride,
     value_stride,
     value_head_stride,
+    block_stride,
+    BLOCK_SIZE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A program handles ROWS rows; a row is one of the `heads` heads of one token."""
+    """A program handles ROWS rows; a row is one of the `heads` heads of one token. block_stride is
+    the distance between blocks of BLOCK_SIZE tokens in both caches.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = (row // heads).to(tl.int64), row % heads
     column = tl.arange(0, BLOCK)
@@ -55,7 +59,8 @@ def reshape_and_cache_kernel(
         value_ptr + (token * value_stride + head * value_head_stride)[:, None] + column[None, :],
         mask=mask,
     )
-    place = ((slot * heads + head) * SIZE)[:, None] + column[None, :]
+    place = slot // BLOCK_SIZE * block_stride + (slot % BLOCK_SIZE * heads + head) * SIZE
+    place = place[:, None] + column[None, :]
     tl.store(key_cache_ptr + place, in_type_of(key_cache_ptr, key), mask=mask)
     tl.store(value_cache_ptr + place, in_type_of(value_cache_ptr, value), mask=mask)
 
@@ -79,6 +84,8 @@ def reshape_and_cache(
         key.stride(1),
         value.stride(0),
         value.stride(1),
+        key_cache.stride(0),
+        BLOCK_SIZE=key_cache.shape[1],
         SIZE=size,
         BLOCK=block,
         ROWS=rows,

@@ -119,6 +119,8 @@ def rotary_kernel(
     value_head_stride,
     num_heads,
     num_kv_heads,
+    block_stride,
+    BLOCK_SIZE: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -129,7 +131,8 @@ def rotary_kernel(
 ):
     """A program handles the next HEADS heads of one token: first the queries', then the keys'.
 
-    With CACHE keys are written to the cache, and values with them.
+    With CACHE keys are written to the cache, and values with them. block_stride is the distance
+    between blocks of BLOCK_SIZE tokens in both caches.
     """
     token, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -166,7 +169,7 @@ def rotary_kernel(
     is_head = head < num_kv_heads
     if CACHE:
         slot = tl.load(slots_ptr + token).to(tl.int64)
-        place = slot * num_kv_heads * SIZE
+        place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * num_kv_heads * SIZE
         _rotate(
             key,
             key_head_stride,
@@ -258,6 +261,8 @@ def _launch(
         *value_strides,
         num_heads,
         num_kv_heads,
+        0 if caches[0] is None else caches[0].stride(0),
+        BLOCK_SIZE=1 if caches[0] is None else caches[0].shape[1],
         SIZE=size,
         HALF=half,
         BLOCK=block,

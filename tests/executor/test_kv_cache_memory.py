@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 from quire.executor.kv_cache_memory import KVCacheMemory, move_caches, release_caches
+from quire.executor.runner.block_mover import caches_of
 from quire.tests.fakes import make_config
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def test_layers_of_different_groups_share_their_pages():
     assert addresses[0] == addresses[1] == addresses[4] != addresses[2] == addresses[3]
     assert all(layer.value_cache.shape == (7, 16, 2, 8) for layer in layers)
     host = memory.host_caches(layers, 3)
-    assert [keys.shape for keys, _ in host] == [(3, 16, 2, 8)] * 2
+    assert [cache.shape for cache in host] == [(3, 16, 2, 8)] * 4
     others = make_layers(20, 0, 20, 0, 20)
     move_caches(layers, others)
     assert [layer.kv_cache_group for layer in others] == [1, 0, 1, 0, 2]
@@ -49,15 +50,35 @@ def test_a_layer_binds_its_part_of_the_cache_itself():
     assert released == (None, None, 0) and not hasattr(layer, "key_cache")
 
 
-def test_windows_keep_the_context_where_groups_are_not_possible(caplog):
+def test_layers_of_different_sizes_have_parts_of_the_same_blocks():
+    layers = make_layers(20, 20, 20) + make_layers(0, head_dim=16)
+    memory = make_memory(layers)
+    assert memory.groups == (((3,), (0, 1), (2,)), (0, 20, 20))
+    assert memory.block_bytes(layers) == 2 * 16 * 2 * 16 * 4
+    memory.bind(layers, 3)
+    assert [layer.key_cache.shape for layer in layers] == [(3, 16, 2, 8)] * 3 + [(3, 16, 2, 16)]
+    for layer in (layers[3], layers[0], layers[1]):  # each numbers what it has of a block
+        for number, cache in enumerate((layer.key_cache, layer.value_cache), 2 * layer.head_dim):
+            for block in range(3):
+                cache[block] = 100 * number + block
+    assert not (layers[3].key_cache[:, :8] == 3200).any()  # its memory is that of the others
+    (blocks,) = caches_of(layers)
+    assert blocks.shape == (3, 2 * 16 * 2 * 16) and blocks.is_contiguous()
+    assert [sorted(set(block.tolist())) for block in blocks] == [
+        [100 * number + block for number in (16, 17)] for block in range(3)
+    ]
+    (host,) = memory.host_caches(layers, 5)
+    assert host.shape == (5, 2 * 16 * 2 * 16)
+
+
+def test_one_group_keeps_the_context_of_layers_of_any_size():
     layers = make_layers(20) + make_layers(0, head_dim=16)
-    with caplog.at_level(logging.INFO):
-        memory = make_memory(layers)
-    assert memory.groups.windows == (0,) and "different shapes" in caplog.text
-    assert make_memory(layers, disable_hybrid_kv_cache_manager=True).groups.windows == (0,)
+    memory = make_memory(layers, disable_hybrid_kv_cache_manager=True)
+    assert memory.groups.windows == (0,)
     memory.bind(layers, 3)
     assert layers[0].key_cache.data_ptr() != layers[1].key_cache.data_ptr()
     assert [layer.key_cache.shape[-1] for layer in layers] == [layer.head_dim for layer in layers]
+    assert all(layer.key_cache.is_contiguous() for layer in layers)
 
 
 def test_a_layer_that_cannot_be_told_its_group_keeps_the_context(caplog):

@@ -55,19 +55,19 @@ def attention_case(
     block_size: int,
     dtype: torch.dtype,
     *options: Any,
+    is_apart: bool = False,
 ) -> Case:
-    """heads: (NQ, NKV, D); options: sliding_window, softcap and sinks, if any.
+    """heads: (NQ, NKV, D); options: sliding_window, softcap and sinks, if any. is_apart: other
+    memory lies between the blocks of a cache.
 
     Every slot without an owner holds NaN, and so does one that all windows have left.
     """
     num_heads, num_kv_heads, head_dim = heads
     num_blocks = sum(-(-n // block_size) for n in seq_lens) + 3
     metadata = make_metadata(query_lens, seq_lens, block_size, num_blocks)
-    key_cache, value_cache = (
-        torch.full((2, num_blocks, block_size, num_kv_heads, head_dim), math.nan)
-        .to(dtype)
-        .unbind(0)
-    )
+    shape = [num_blocks, block_size, num_kv_heads, head_dim]
+    shape.insert(int(is_apart), 2)
+    key_cache, value_cache = torch.full(shape, math.nan).to(dtype).unbind(int(is_apart))
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens)):
         first = first_seen(query_len, seq_len, *options[:1])
         blocks, offsets = context_slots(metadata, row, block_size)
@@ -81,6 +81,7 @@ def attention_case(
         f"queries {query_lens} of {seq_lens}" if len(seq_lens) < 6 else f"{len(seq_lens)} requests"
     )
     name = f"{batch}, {heads}, blocks of {block_size}, {options[:2]}{' sinks' * len(options[2:])}"
+    name += " apart" * is_apart
     return Case(
         name,
         (query, key_cache, value_cache, metadata, head_dim**-0.5, *options),
@@ -146,6 +147,7 @@ def paged_attention(dtype: torch.dtype) -> list[Case]:
             attention_case([1, 1, 7, 80], [300, 3, 100, 80], (4, 1, 32), 16, dtype),
             attention_case([1, 9], [150, 100], (4, 2, 32), 16, dtype, 40, 3.0),
             attention_case([1, 9], [150, 40], (4, 2, 32), 16, dtype, 40, 0.0, make_sinks(4)),
+            attention_case([1, 3], [40, 21], (4, 2, 512), 16, dtype, 30, is_apart=True),
         ]
     ragged = [50 + i for i in range(31)] + [1500]
     return [
@@ -165,4 +167,6 @@ def paged_attention(dtype: torch.dtype) -> list[Case]:
         attention_case([1, 5], [9, 100], (2, 2, 8), 16, dtype, 1),
         attention_case([1, 1, 9], [1, 700, 90], qwen, 16, dtype, 0, 0.0, make_sinks(14)),
         attention_case([1, 300], [600, 700], (4, 1, 32), 16, dtype, 33, 5.0, make_sinks(4)),
+        attention_case([1, 1, 90], [600, 3, 200], (8, 1, 512), 16, dtype),
+        attention_case([1, 40], [70, 130], (4, 2, 512), 16, dtype, 50, is_apart=True),
     ]

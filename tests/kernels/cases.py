@@ -319,9 +319,11 @@ def reshape_and_cache(dtype: torch.dtype) -> list[Case]:
             cache.flatten(0, 1)[slots[kept]] = new[kept]
         return caches
 
-    def case(name: str, slots: Tensor) -> Case:
+    def case(name: str, slots: Tensor, is_apart: bool = False) -> Case:
         qkv = rand(len(slots), 8, 16, dtype=dtype)
         caches = rand(10, 8, 2, 16, dtype=dtype), rand(10, 8, 2, 16, dtype=dtype)
+        if is_apart:  # other memory lies between the blocks of a cache
+            caches = torch.stack(caches, 1).unbind(1)
         return Case(name, (qkv[:, 4:6], qkv[:, 6:8], *caches, slots), own, in_place=(2, 3))
 
     holes = torch.randperm(80)[:30]
@@ -330,6 +332,7 @@ def reshape_and_cache(dtype: torch.dtype) -> list[Case]:
         case("one", torch.tensor([37])),
         case("scattered", torch.randperm(80)[:50]),
         case("holes", holes),
+        case("apart", torch.randperm(80)[:50], is_apart=True),
         case("none stored", torch.tensor([-1, -1])),
         case("empty", torch.zeros(0, dtype=torch.int64)),
     ]
@@ -366,6 +369,7 @@ def fused_qk_rope_reshape_and_cache(dtype: torch.dtype) -> list[Case]:
         rotary_dim: int,
         norm: bool,
         joined: bool = True,
+        is_apart: bool = False,
     ) -> Case:
         angles = torch.arange(512)[:, None] * 0.01 ** torch.linspace(0, 1, rotary_dim // 2)
         # rounded in advance, as for rotary_embedding
@@ -379,6 +383,8 @@ def fused_qk_rope_reshape_and_cache(dtype: torch.dtype) -> list[Case]:
             rand(6, 8, kv_heads, head_dim, dtype=dtype),
             rand(6, 8, kv_heads, head_dim, dtype=dtype),
         )
+        if is_apart:  # other memory lies between the blocks of a cache
+            caches = torch.stack(caches, 1).unbind(1)
         slots = torch.randperm(48)[:tokens]
         slots[1::3] = -1
         norms = (
@@ -399,6 +405,7 @@ def fused_qk_rope_reshape_and_cache(dtype: torch.dtype) -> list[Case]:
         case(7, 4, 2, 32, 16, True),
         case(5, 2, 2, 40, 10, False, False),
         case(2, 40, 20, 8, 8, True),
+        case(3, 4, 2, 512, 512, True, is_apart=True),
         case(0, 4, 2, 16, 16, True),
     ]
 

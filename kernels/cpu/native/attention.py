@@ -11,13 +11,17 @@ from .calls import Attention, EncoderAttention, Op, Step
 from .program import empty, run_call
 from .tensors import CACHE_DTYPES, MAX_HEAD_DIM, PRIORITY, has_native_cache, is_native
 
-
-def has_native_head_dim(facts: Facts) -> bool:
-    return is_native(facts) and 0 < facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % 8 == 0
+MAX_ENCODER_HEAD_DIM = 256  # see src/attention_encoder.inl
 
 
 def has_native_heads(facts: Facts) -> bool:
-    return has_native_cache(facts) and has_native_head_dim(facts)
+    is_size = 0 < facts.head_dim <= MAX_HEAD_DIM and facts.head_dim % 8 == 0
+    return has_native_cache(facts) and is_size
+
+
+def has_native_encoder_heads(facts: Facts) -> bool:
+    is_size = 0 < facts.head_dim <= MAX_ENCODER_HEAD_DIM and facts.head_dim % 8 == 0
+    return is_native(facts) and is_size
 
 
 @register("paged_attention", name="native", predicate=has_native_heads, priority=PRIORITY)
@@ -53,6 +57,7 @@ def paged_attention(
         kv_heads=key_cache.shape[2],
         head_dim=query.shape[2],
         block_size=key_cache.shape[1],
+        cache_block=key_cache.stride(0),
         sliding_window=sliding_window,
         cache_dtype=CACHE_DTYPES[key_cache.dtype],
         group=0,  # that `metadata` is of; the recorder knows others
@@ -63,7 +68,7 @@ def paged_attention(
     return out
 
 
-@register("encoder_attention", name="native", predicate=has_native_head_dim, priority=PRIORITY)
+@register("encoder_attention", name="native", predicate=has_native_encoder_heads, priority=PRIORITY)
 def encoder_attention(
     query: Tensor,
     key: Tensor,

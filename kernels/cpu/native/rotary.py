@@ -46,6 +46,7 @@ def reshape_and_cache(
         kv_heads=key.shape[1],
         head_dim=key.shape[2],
         block_size=key_cache.shape[1],
+        cache_block=key_cache.stride(0),
         cache_dtype=CACHE_DTYPES[key_cache.dtype],
         group=0,  # that the slots are of; the recorder knows others
     )

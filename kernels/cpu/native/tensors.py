@@ -16,7 +16,7 @@ PRIORITY = 15  # above kernels/cpu, below a user's kernel
 DTYPES = {torch.bfloat16: BF16, torch.float32: F32}
 CACHE_DTYPES = DTYPES | {torch.int8: INT8}
 # See src/kv_cache.inl. The head_dim of an int8 cache is a multiple of INT8_MULTIPLE.
-MAX_HEAD_DIM, INT8_MULTIPLE = 256, 16
+MAX_HEAD_DIM, INT8_MULTIPLE = 512, 16
 
 
 def is_native(facts: Facts) -> bool:

@@ -337,7 +337,7 @@ def test_refused_models_have_no_plan(big: str, tmp_path: Path) -> None:
         plan(big, 80 * GIB, device="cuda", kv_cache_dtype="int8")
     with pytest.raises(
         InvalidParameterError,
-        match="kv_cache_dtype: int8 needs a head_dim that is a multiple of 16 up to 256, the model "
+        match="kv_cache_dtype: int8 needs a head_dim that is a multiple of 16 up to 512, the model "
         "has 72; use auto",
     ):
         plan(big, kv_cache_dtype="int8", hf_overrides={"head_dim": 72})

@@ -8,28 +8,47 @@ GEMMA = [512, 512, 512, 512, 512, 0]  # five layers with a window, one without
 
 
 def test_equal_windows_are_one_group():
-    assert group_layers([0] * 4, 4096) == one_group(4) == (((0, 1, 2, 3),), (0,))
-    assert group_layers([512] * 3, 4096) == (((0, 1, 2),), (512,))
+    assert group_layers([0] * 4, [9] * 4, 4096) == one_group(4) == (((0, 1, 2, 3),), (0,))
+    assert group_layers([512] * 3, [1, 2, 9], 4096) == (((0, 1, 2),), (512,))
 
 
 def test_a_window_that_no_context_exceeds_is_none():
-    assert group_layers([4096, 0], 4096) == one_group(2)
-    assert group_layers([4095, 0], 4096).windows == (0, 4095)
+    assert group_layers([4096, 0], [1, 1], 4096) == one_group(2)
+    assert group_layers([4095, 0], [1, 1], 4096).windows == (0, 4095)
 
 
 def test_a_larger_set_is_split_and_the_last_group_is_padded():
-    groups = group_layers(GEMMA * 3, 32_768)
+    groups = group_layers(GEMMA * 3, [7] * 18, 32_768)
     assert groups.windows == (0, 512, 512, 512, 512, 512)
     assert groups.layers[0] == (5, 11, 17) and groups.layers[1] == (0, 1, 2)
-    groups = group_layers(GEMMA * 4 + [512, 512], 32_768)  # 22 and 4, as in Gemma 3 1B
+    groups = group_layers(GEMMA * 4 + [512, 512], [7] * 26, 32_768)  # 22 and 4, as in Gemma 3 1B
     assert [len(layers) for layers in groups.layers] == [4, 4, 4, 4, 4, 4, 2]
     assert sorted(sum(groups.layers, ())) == list(range(26))
     assert groups.pages == (5, 11, 17, 23)
 
 
 def test_sets_of_nearly_equal_size_are_padded_and_not_split():
-    groups = group_layers([0] * 4 + [64] * 5, 4096)
+    groups = group_layers([0] * 4 + [64] * 5, [7] * 9, 4096)
     assert [len(layers) for layers in groups.layers] == [4, 5] and len(groups.pages) == 5
+
+
+@pytest.mark.parametrize(
+    ("num_periods", "period", "sizes", "counts"),
+    [
+        (3, [512] * 4 + [0], (1, 2), [3, 6, 6]),  # the own layers of Gemma 4 E2B
+        (4, [512] * 5 + [0], (1, 2), [4, 8, 8, 4]),  # E4B
+        (5, [1024] * 5 + [0], (2, 1), [5, *[2] * 12, 1]),  # 26B-A4B
+        (10, [1024] * 5 + [0], (2, 1), [10, *[5] * 10]),  # 31B
+    ],
+)
+def test_layers_of_different_sizes_fill_blocks(num_periods, period, sizes, counts):
+    windows = period * num_periods
+    sizes = [sizes[window == 0] for window in windows]
+    groups = group_layers(windows, sizes, 32_768)
+    assert [len(layers) for layers in groups.layers] == counts
+    assert groups.windows == (0, *[period[0]] * (len(counts) - 1))
+    assert sorted(sum(groups.layers, ())) == list(range(len(windows)))
+    assert groups.largest(sizes) == num_periods * sizes[-1]
 
 
 def most_held(layout: KVLayout, num_tokens: int, chunks: list[int]) -> int:
@@ -96,7 +115,7 @@ def test_the_tokens_of_steps_that_have_not_ended():
 
 def test_gemma_keeps_a_fraction_of_a_long_context():
     """32 k tokens of Gemma 3 270M: three of 18 layers keep everything."""
-    groups = group_layers(GEMMA * 3, 32_768)
+    groups = group_layers(GEMMA * 3, [7] * 18, 32_768)
     blocks = KVLayout(16, groups.windows, 2048).most_blocks(32_768)
     assert blocks == 2048 + 5 * 161
     whole = 2048 * 18  # pages

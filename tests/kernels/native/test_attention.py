@@ -34,7 +34,7 @@ if library is None:
 
 from quire.kernels.cpu.native import attention, rotary
 from quire.kernels.cpu.native.calls import Op, Rotary, RotaryAndWriteKv, Step, WriteKv
-from quire.kernels.cpu.native.tensors import CACHE_DTYPES
+from quire.kernels.cpu.native.tensors import CACHE_DTYPES, MAX_HEAD_DIM
 from quire.kernels.cpu.native.tensors import DTYPES as CALL_DTYPES
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -76,15 +76,18 @@ class Cache:
     invalid entries at the end of block tables.
     """
 
-    def __init__(self, requests: list[Request], block_size: int):
+    def __init__(self, requests: list[Request], block_size: int, is_apart: bool = False):
+        """is_apart: a block's keys and values are adjacent, so that blocks of keys are apart."""
         self.block_size = block_size
         counts = [-(-len(r.query) // block_size) for r in requests]
         num_kv_heads, head_dim = requests[0].key.shape[1:]
         dtype = requests[0].cache_dtype
-        shape = (2, sum(counts) + 2, block_size, num_kv_heads, kv_cache_row(head_dim, dtype))
+        num_blocks, row = sum(counts) + 2, kv_cache_row(head_dim, dtype)
+        shape = [num_blocks, block_size, num_kv_heads, row]
+        shape.insert(int(is_apart), 2)
         nan = -1 if dtype == torch.int8 else math.nan  # all bits are set, in the scale too
-        self.keys, self.values = torch.full(shape, nan, dtype=dtype).unbind(0)
-        pages = torch.randperm(shape[1], dtype=torch.int32)[: sum(counts)].split(counts)
+        self.keys, self.values = torch.full(shape, nan, dtype=dtype).unbind(int(is_apart))
+        pages = torch.randperm(num_blocks, dtype=torch.int32)[: sum(counts)].split(counts)
         self.tables = torch.full((len(requests), max(counts) + 1), FOREIGN_BLOCK, dtype=torch.int32)
         for table, own in zip(self.tables, pages):
             table[: len(own)] = own
@@ -227,6 +230,16 @@ def test_the_bits_are_the_same_on_every_instruction_set(isa):
             check_in_steps(requests, 16, lambda n: int(torch.randint(n + 1, ())), options)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_largest_heads_in_blocks_that_are_apart(isa, kind):
+    torch.manual_seed(13)
+    request = make_request(150, (4, 2, MAX_HEAD_DIM), kind, (70,))
+    for sizes in ([150], [9, 1, 64, 76]):
+        request.computed, cache = 0, Cache([request], 16, is_apart=True)
+        results = [cache.step([request], [0], [size], (70,))[0] for size in sizes]
+        assert same_bits(torch.cat(results), request.expected), sizes
+
+
 @pytest.mark.parametrize("what", ["key", "value"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -312,18 +325,18 @@ def test_a_sink_without_weight_changes_nothing_and_one_with_all_weight_leaves_ze
 
 def test_unsupported_heads_are_declined():
     assert [
-        d for d in range(300) if attention.has_native_heads(Facts("cpu", torch.float32, head_dim=d))
-    ] == list(range(8, 257, 8))
+        d for d in range(600) if attention.has_native_heads(Facts("cpu", torch.float32, head_dim=d))
+    ] == list(range(8, 513, 8))
     assert not attention.has_native_heads(Facts("cuda", torch.bfloat16, head_dim=64))
     assert not attention.has_native_heads(Facts("cpu", torch.float16, head_dim=64))
     in_int8 = [
         d
-        for d in range(300)
+        for d in range(600)
         if attention.has_native_heads(
             Facts("cpu", torch.bfloat16, head_dim=d, kv_cache_dtype=torch.int8)
         )
     ]
-    assert in_int8 == list(range(16, 257, 16))
+    assert in_int8 == list(range(16, 513, 16))
 
 
 # ---------------------------------------------------------------- rotary embedding and KV writes
@@ -383,6 +396,7 @@ def test_fused_rotation_and_write_have_the_bits_of_the_two(isa, kind, rotary_dim
                     kv_heads=num_kv_heads,
                     head_dim=head_dim,
                     block_size=8,
+                    cache_block=caches[0].stride(0),
                     cache_dtype=CACHE_DTYPES[cache_dtype],
                     group=0,
                 ),

@@ -237,16 +237,17 @@ struct Rotary : Call {
     int64_t heads, kv_heads, rotary_dim;
 };
 
-// key and value [rows, kv_heads, head_dim] -> the step's slots of the caches [slots, kv_heads,
-// head_dim]. A negative slot is not written. cache_dtype is that of the activations, or INT8 in the
-// layout of kv_cache.inl with blocks of block_size slots; head_dim is then a multiple of 16.
+// key and value [rows, kv_heads, head_dim] -> the step's slots of the caches [blocks, block_size,
+// kv_heads, head_dim]. A negative slot is not written. cache_block: numbers from one block of a
+// cache to the next. cache_dtype is that of the activations, or INT8 in the layout of kv_cache.inl;
+// head_dim is then a multiple of 16.
 struct WriteKv : Call {
     const void* key;
     const void* value;
     void* key_cache;
     void* value_cache;
     int64_t key_row, key_head, value_row, value_head;
-    int64_t kv_heads, head_dim, block_size;
+    int64_t kv_heads, head_dim, block_size, cache_block;
     int64_t cache_dtype;  // Dtype
     int64_t group;        // of the layer, see Step
 };
@@ -257,29 +258,30 @@ struct RotaryAndWriteKv : Rotary {
     void* key_cache;
     void* value_cache;
     int64_t value_row, value_head;
-    int64_t head_dim, block_size;
+    int64_t head_dim, block_size, cache_block;
     int64_t cache_dtype, group;
 };
 
 // query [rows, heads, head_dim] over the context in the caches [blocks, block_size, kv_heads,
-// head_dim] -> out, contiguous. head_dim is a multiple of 8, at most 256. cache_dtype: as in
-// WriteKv. sliding_window: the number of positions a token sees, up to and including its own; 0:
-// all. softcap c replaces a logit x by c tanh(x / c); 0: no change. sinks [heads], unless null: one
-// more logit of each head's softmax, without a value.
+// head_dim] -> out, contiguous. head_dim is a multiple of 8, at most 512. cache_block and
+// cache_dtype: as in WriteKv. sliding_window: the number of positions a token sees, up to and
+// including its own; 0: all. softcap c replaces a logit x by c tanh(x / c); 0: no change. sinks
+// [heads], unless null: one more logit of each head's softmax, without a value.
 struct Attention : Call {
     const void* query;
     const void* key_cache;
     const void* value_cache;
     void* out;
     int64_t query_row, query_head;
-    int64_t heads, kv_heads, head_dim, block_size, sliding_window;
+    int64_t heads, kv_heads, head_dim, block_size, cache_block, sliding_window;
     int64_t cache_dtype, group;
     double scale, softcap;
     const float* sinks;
 };
 
 // query [rows, heads, head_dim] over key and value [rows, kv_heads, head_dim] of the same request
-// -> out, contiguous; requests are those of the step's query_start_loc. head_dim as in Attention.
+// -> out, contiguous; requests are those of the step's query_start_loc. head_dim is a multiple of 8,
+// at most 256.
 // window: the largest distance that a token sees; 0: all. bias [heads, 2 * bias_distance + 1],
 // unless null, as in encoder_attention (kernels/encoder.py).
 struct EncoderAttention : Call {

@@ -151,7 +151,7 @@ struct Attender {
                     Slots<C>& slots) const {
         const int32_t* blocks =
             step.block_tables + a.group * step.block_table_group + r.index * step.block_table_row;
-        const BlockLayout<C> layout{a.block_size, a.kv_heads, a.head_dim};
+        const BlockLayout<C> layout{a.block_size, a.kv_heads, a.head_dim, a.cache_block};
         const int64_t slot_size = a.kv_heads * a.head_dim;
         slots.count = (int)std::min<int64_t>(KEYS, std::max<int64_t>(end - start, 0));
         for (int key = 0; key < slots.count;) {

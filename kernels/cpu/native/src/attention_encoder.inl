@@ -10,6 +10,7 @@
 // be transposed, a softmax needs no sums across lanes, and short texts fill the vectors. A strip's
 // rows and the order of its tiles depend on its request alone, so its bits do too.
 
+constexpr int64_t MAX_ENCODER_HEAD_DIM = 256;
 constexpr int TILE = 64;             // keys that stay in the L1 cache while all strips pass
 constexpr int SUMS = REGISTERS / 2;  // sums that are held in registers; divides TILE
 constexpr int L = Vec::LANES;
@@ -102,7 +103,7 @@ struct EncoderAttender {
     using X = typename Dot::X;
     static constexpr int PAIR = Dot::X_PER_STEP;
     // of keys: not a power of two, whose lines would share a cache set
-    static constexpr int64_t KEY_ROW = MAX_HEAD_DIM + 64 / sizeof(X);
+    static constexpr int64_t KEY_ROW = MAX_ENCODER_HEAD_DIM + 64 / sizeof(X);
     static constexpr int64_t MOST = 0, TOTAL = L, VALUES = 2 * L;  // places in a strip's state
 
     const EncoderAttention& a;
@@ -153,7 +154,7 @@ struct EncoderAttender {
     // Rows `row` to `row + LANES` of num_rows as lanes; others are zeros. first: the item's first
     // row in memory.
     void load_queries(const T* first, int64_t row, int64_t num_rows, X* to) const {
-        static const T zeros[MAX_HEAD_DIM] = {};
+        static const T zeros[MAX_ENCODER_HEAD_DIM] = {};
         const void* rows[L];
         for (int lane = 0; lane < L; lane++, row++)
             rows[lane] = row < num_rows ? first + row / plan.group * a.query_row +
@@ -182,7 +183,7 @@ struct EncoderAttender {
         if constexpr (PAIR == 1) {
             for (int i = 0; i < count; i++) copy(value + i * a.value_row, values + i * depth);
         } else {
-            static const T zeros[MAX_HEAD_DIM] = {};
+            static const T zeros[MAX_ENCODER_HEAD_DIM] = {};
             for (int i = 0; i < count; i += 2) {
                 const T *first = value + i * a.value_row,
                         *second = i + 1 < count ? first + a.value_row : zeros;

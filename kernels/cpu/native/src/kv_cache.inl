@@ -4,7 +4,7 @@
 // its size, and spreads a channel much larger than the others, as keys have them, over many
 // channels (QuaRot; Ashkboos et al. 2024).
 
-constexpr int64_t MAX_HEAD_DIM = 256;
+constexpr int64_t MAX_HEAD_DIM = 512;
 
 // Whether a cache that holds numbers as C has scales for them
 template <typename C>
@@ -12,21 +12,17 @@ constexpr bool IS_SCALED = sizeof(C) == 1;
 
 // A block of a cache that holds numbers as C: [block_size, kv_heads, head_dim] numbers, in int8
 // followed by scales [kv_heads, block_size] in fp32. A head's numbers therefore begin at a cache
-// line, and its scales of a block are one line.
+// line, and its scales of a block are one line. The next block begins `apart` numbers later.
 template <typename C>
 struct BlockLayout {
-    int64_t block_size, kv_heads, head_dim;
+    int64_t block_size, kv_heads, head_dim, apart;
 
     int64_t size() const { return block_size * kv_heads * head_dim; }
-    int64_t bytes() const {
-        return IS_SCALED<C> ? size() + block_size * kv_heads * (int64_t)sizeof(float)
-                            : size() * (int64_t)sizeof(C);
-    }
     C* numbers(const void* cache, int64_t block, int64_t offset, int64_t head) const {
-        return (C*)((char*)cache + block * bytes()) + (offset * kv_heads + head) * head_dim;
+        return (C*)cache + block * apart + (offset * kv_heads + head) * head_dim;
     }
     float* scale(const void* cache, int64_t block, int64_t offset, int64_t head) const {
-        return (float*)((char*)cache + block * bytes() + size()) + head * block_size + offset;
+        return (float*)((C*)cache + block * apart + size()) + head * block_size + offset;
     }
 };
 
@@ -60,7 +56,7 @@ inline void hadamard(float* x, int64_t head_dim) {
 template <typename T>
 void store_heads(const BlockLayout<T>& layout, const T* from, int64_t head, void* cache,
                  int64_t slot) {
-    T* to = (T*)cache + slot * layout.kv_heads * layout.head_dim;
+    T* to = layout.numbers(cache, slot / layout.block_size, slot % layout.block_size, 0);
     for (int64_t h = 0; h < layout.kv_heads; h++)
         std::memcpy(to + h * layout.head_dim, from + h * head, layout.head_dim * sizeof(T));
 }
@@ -86,11 +82,11 @@ void store_token(const A& a, int64_t row, int64_t slot) {
     const T *key = (const T*)a.key + row * a.key_row,
             *value = (const T*)a.value + row * a.value_row;
     if (a.cache_dtype == INT8) {
-        BlockLayout<int8_t> layout{a.block_size, a.kv_heads, a.head_dim};
+        BlockLayout<int8_t> layout{a.block_size, a.kv_heads, a.head_dim, a.cache_block};
         store_heads_int8(layout, key, a.key_head, true, a.key_cache, slot);
         store_heads_int8(layout, value, a.value_head, false, a.value_cache, slot);
     } else {
-        BlockLayout<T> layout{a.block_size, a.kv_heads, a.head_dim};
+        BlockLayout<T> layout{a.block_size, a.kv_heads, a.head_dim, a.cache_block};
         store_heads(layout, key, a.key_head, a.key_cache, slot);
         store_heads(layout, value, a.value_head, a.value_cache, slot);
     }

@@ -112,6 +112,13 @@ def count_experts(ids: Tensor, slots: Tensor | None, counts: Tensor) -> None:
 
 
 @operation
+def scale_by_expert(weights: Tensor, ids: Tensor, scales: Tensor) -> None:
+    """In place, weights [T, K] fp32 *= scales[ids], both contiguous; ids [T, K] i32 in [0, E), scales
+    [E] fp32 (Gemma 4).
+    """
+
+
+@operation
 def add_gated(x: Tensor, gate: Tensor, out: Tensor) -> None:
     """In place, x and out [T, H], gate [T, 1] fp32: out += sigmoid(gate) * x in fp32, rounded to
     dtype.

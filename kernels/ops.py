@@ -30,6 +30,7 @@ from .metadata import AttentionMetadata as AttentionMetadata
 from .metadata import StateRows as StateRows
 from .metadata import make_metadata as make_metadata
 from .moe import add_gated as add_gated
+from .moe import scale_by_expert as scale_by_expert
 from .moe import count_experts as count_experts
 from .moe import expert_outputs as expert_outputs
 from .moe import fused_moe as fused_moe

@@ -40,6 +40,7 @@ OPERATIONS = (
     "count_experts",
     "fused_moe",
     "add_gated",
+    "scale_by_expert",
     "layer_norm",
     "fused_add_layer_norm",
     "gelu",

@@ -94,6 +94,11 @@ def count_experts(ids: Tensor, slots: Tensor | None, counts: Tensor) -> None:
     counts += torch.bincount(ids.flatten(), minlength=len(counts))
 
 
+@register("scale_by_expert", name="reference", priority=0)
+def scale_by_expert(weights: Tensor, ids: Tensor, scales: Tensor) -> None:
+    weights *= scales[ids.long()]
+
+
 @register("add_gated", name="reference", priority=0)
 def add_gated(x: Tensor, gate: Tensor, out: Tensor) -> None:
     out.copy_(out.float() + gate.sigmoid() * x.float())

@@ -409,6 +409,21 @@ def _addresses(layers: Sequence[Any], device: torch.device) -> tuple[Tensor, Ten
 
 
 @triton.jit
+def scale_by_expert_kernel(weights_ptr, ids_ptr, scales_ptr, count, BLOCK: tl.constexpr):
+    """weights and ids [count], weights in place."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    scales = tl.load(scales_ptr + tl.load(ids_ptr + i, mask=mask, other=0), mask=mask)
+    tl.store(weights_ptr + i, tl.load(weights_ptr + i, mask=mask) * scales, mask=mask)
+
+
+@register("scale_by_expert", name="triton", predicate=is_cuda, priority=PRIORITY)
+def scale_by_expert(weights: Tensor, ids: Tensor, scales: Tensor) -> None:
+    count = weights.numel()
+    scale_by_expert_kernel[(triton.cdiv(count, TILE),)](weights, ids, scales, count, BLOCK=TILE)
+
+
+@triton.jit
 def add_gated_kernel(
     x_ptr,
     gate_ptr,

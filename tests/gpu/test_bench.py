@@ -59,6 +59,7 @@ NOT_TIMED = {
     "count_experts",
     "fused_moe",
     "add_gated",
+    "scale_by_expert",
     # text encoders have no kernels of their own for GPUs
     "layer_norm",
     "fused_add_layer_norm",

@@ -470,6 +470,7 @@ MODEL_OPS = (
             scale,
             add,
             add_gated,
+            scale_by_expert,
             fused_moe,
             rotary_embedding,
             reshape_and_cache,

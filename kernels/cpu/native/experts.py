@@ -31,6 +31,7 @@ from .calls import (
     ExpertsLinear,
     Op,
     RouteExperts,
+    ScaleByExpert,
     SortByExpert,
 )
 from .gguf import PackedGgufLinear
@@ -171,6 +172,19 @@ def count_experts(ids: Tensor, slots: Tensor | None, counts: Tensor) -> None:
         slots=slots,
         counts=counts,
         count=len(counts),
+        top_k=ids.shape[1],
+    )
+
+
+@register("scale_by_expert", name="native", predicate=is_native, priority=PRIORITY)
+def scale_by_expert(weights: Tensor, ids: Tensor, scales: Tensor) -> None:
+    run_call(
+        ScaleByExpert,
+        Op.SCALE_BY_EXPERT,
+        weights,
+        weights=weights,
+        ids=ids,
+        scales=scales,
         top_k=ids.shape[1],
     )
 

@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 25
+#define QUIRE_ABI_VERSION 26
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -94,6 +94,7 @@ enum Op : int32_t {
     OP_SHORT_CONV,
     OP_GATED_DELTA_RULE,
     OP_SELECTIVE_SCAN,
+    OP_SCALE_BY_EXPERT,
     NUM_OPS,
 };
 
@@ -445,6 +446,14 @@ struct AddGated : Call {
     const float* gate;
     void* out;
     int64_t x_row, gate_row, out_row, size;
+};
+
+// In place: weights [rows, top_k] times the scale of each of ids, both contiguous; scales [experts].
+struct ScaleByExpert : Call {
+    float* weights;
+    const int32_t* ids;
+    const float* scales;
+    int64_t top_k;
 };
 
 // A linear layer of each of `count` experts, all of the same kind and size, for their places in the

@@ -113,6 +113,13 @@ void count_experts(const Call& call, const Step& step, const Worker& worker) {
             a.counts[a.ids[row * a.top_k + k]]++;
 }
 
+void scale_by_expert(const Call& call, const Step& step, const Worker& worker) {
+    const ScaleByExpert& a = (const ScaleByExpert&)call;
+    if (worker.next(1) != 0) return;
+    const int64_t count = rows_of(call, step) * a.top_k;
+    for (int64_t i = 0; i < count; i++) a.weights[i] *= a.scales[a.ids[i]];
+}
+
 template <typename T>
 void combine_rows(const CombineExperts& a, int64_t rows, const Worker& worker) {
     const int64_t piece = piece_of_rows(a.size * a.top_k);

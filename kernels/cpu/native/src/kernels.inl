@@ -124,5 +124,6 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     short_conv,
     gated_delta_rule,
     selective_scan,
+    scale_by_expert,
 };
 #endif

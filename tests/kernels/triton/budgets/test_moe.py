@@ -60,6 +60,13 @@ BUDGETS = [
         wide_loads=False,
     ),
     Budget(
+        "scale_by_expert",
+        lambda: moe.scale_by_expert(
+            torch.zeros(64, 8), torch.zeros(64, 8, dtype=torch.int32), torch.zeros(128)
+        ),
+        registers=40,
+    ),
+    Budget(
         "add_gated",
         lambda: moe.add_gated(bf16(64, 2048), torch.zeros(64, 1), bf16(64, 2048)),
         registers=40,

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class KVCacheMemory:
-    """The layout of the cache. `layers` are the attention layers that own a part of it, which may be
-    replaced by others of the same shape. Without any layers, blocks have no bytes.
+    """The layout of the cache. `layers` are a model's attention layers that own a part of it. They
+    may be replaced by others of the same shape. Without any layers, blocks have no bytes.
 
     A layer has num_kv_heads and head_dim. If it also has a sliding_window and a kv_cache_group,
     blocks behind the window are returned (ipc/models/kv_layout.py).

@@ -113,8 +113,8 @@ def count_experts(ids: Tensor, slots: Tensor | None, counts: Tensor) -> None:
 
 @operation
 def scale_by_expert(weights: Tensor, ids: Tensor, scales: Tensor) -> None:
-    """In place, weights [T, K] fp32 *= scales[ids], both contiguous; ids [T, K] i32 in [0, E), scales
-    [E] fp32 (Gemma 4).
+    """In place, weights [T, K] fp32 *= scales[ids]: ids [T, K] i32 in [0, E), scales [E] fp32, all
+    contiguous (Gemma 4).
     """
 
 

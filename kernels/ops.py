@@ -30,11 +30,11 @@ from .metadata import AttentionMetadata as AttentionMetadata
 from .metadata import StateRows as StateRows
 from .metadata import make_metadata as make_metadata
 from .moe import add_gated as add_gated
-from .moe import scale_by_expert as scale_by_expert
 from .moe import count_experts as count_experts
 from .moe import expert_outputs as expert_outputs
 from .moe import fused_moe as fused_moe
 from .moe import route_experts as route_experts
+from .moe import scale_by_expert as scale_by_expert
 from .moe import weighted_sum as weighted_sum
 from .registry import operation
 from .states import gated_delta_rule as gated_delta_rule
@@ -236,15 +236,16 @@ def paged_attention(
     """Causal attention of query [T, NQ, D] over the cached context -> [T, NQ, D].
 
     key_cache and value_cache [num_blocks, block_size, NKV, kv_cache_row], whose blocks are laid out
-    as reshape_and_cache says, already hold this step's tokens (Kwon et al. 2023). Values of another dtype are used as stored: int8
-    values times their scale, and keys rotated back. NQ is a multiple of NKV: query head h reads KV
-    head h // (NQ / NKV). The i-th of a request's q query tokens has position seq_len - q + i and
-    sees positions up to its own; with sliding_window w > 0, the last w of these (Beltagy et al.
-    2020). With softcap c > 0 a logit x becomes c tanh(x / c) (Gemma 2). With sinks [NQ] fp32,
-    contiguous, each head's sink is one more logit of all its softmaxes, without a value: it only
-    adds to their denominators (Xiao et al. 2023; gpt-oss). Softmax and sums are in fp32. A slot
-    that none of a request's query tokens sees does not affect its result, whatever it holds
-    (uninitialised memory, another request's NaN): it is outside the context, or before the window.
+    as reshape_and_cache says, already hold this step's tokens (Kwon et al. 2023). Values of another
+    dtype are used as stored: int8 values times their scale, and keys rotated back. NQ is a multiple
+    of NKV: query head h reads KV head h // (NQ / NKV). The i-th of a request's q query tokens has
+    position seq_len - q + i and sees positions up to its own; with sliding_window w > 0, the last w
+    of these (Beltagy et al. 2020). With softcap c > 0 a logit x becomes c tanh(x / c) (Gemma 2).
+    With sinks [NQ] fp32, contiguous, each head's sink is one more logit of all its softmaxes,
+    without a value: it only adds to their denominators (Xiao et al. 2023; gpt-oss). Softmax and
+    sums are in fp32. A slot that none of a request's query tokens sees does not affect its result,
+    whatever it holds (uninitialised memory, another request's NaN): it is outside the context, or
+    before the window.
     """
 
 

@@ -470,7 +470,6 @@ MODEL_OPS = (
             scale,
             add,
             add_gated,
-            scale_by_expert,
             fused_moe,
             rotary_embedding,
             reshape_and_cache,
@@ -494,4 +493,10 @@ SAMPLING_OPS = (
     "soft_cap",
 )
 # tests/kernels/test_moe.py
-ROUTING_OPS = ("route_experts", "count_experts", "expert_outputs", "weighted_sum")
+ROUTING_OPS = (
+    "route_experts",
+    "count_experts",
+    "expert_outputs",
+    "weighted_sum",
+    "scale_by_expert",
+)

@@ -122,20 +122,6 @@ def fused_moe(dtype: torch.dtype) -> list[Case]:
     ]
 
 
-def scale_by_expert(dtype: torch.dtype) -> list[Case]:
-    """Weights and scales are fp32 in every dtype."""
-
-    def own(weights: Tensor, ids: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-        return (weights * scales[ids.long()],)
-
-    def case(tokens: int, num_experts: int, top_k: int) -> Case:
-        ids = random_ids(tokens, num_experts, top_k)
-        args = torch.rand(ids.shape), ids, torch.randn(num_experts)
-        return Case(f"{tokens} tokens, {top_k} of {num_experts}", args, own, in_place=(0,))
-
-    return [case(1, 4, 1), case(9, 128, 8), case(70, 5, 3), case(0, 4, 2)]
-
-
 def add_gated(dtype: torch.dtype) -> list[Case]:
     def own(x: Tensor, gate: Tensor, out: Tensor) -> tuple[Tensor, ...]:
         return (out + gate.sigmoid() * x,)

@@ -84,6 +84,15 @@ def test_ties_take_the_lowest_id_and_nan_stays_in_its_row(route_experts):
         assert weights[0].isfinite().all() and weights[1].isnan().all()
 
 
+@each("scale_by_expert")
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 4, 2), (1, 4, 1), (700, 128, 8)])
+def test_weights_of_experts_are_scaled(scale_by_expert, tokens, experts, top_k):
+    ids, scales = random_ids(tokens, experts, top_k), torch.randn(experts)
+    before = torch.rand(ids.shape)
+    scale_by_expert(weights := before.clone(), ids, scales)
+    assert torch.equal(weights, before * scales[ids.long()])
+
+
 @each("count_experts")
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (37, 128, 8), (5, 3, 3)])
 def test_counts_of_experts(count_experts, tokens, experts, top_k):

@@ -37,7 +37,6 @@ PER_TOKEN = {
     "scale": (0,),
     "add": (0, 1),
     "add_gated": (0, 1, 2),
-    "scale_by_expert": (0, 1),
     "fused_moe": (0, 1, 2),
     "rotary_embedding": (0, 1, 2),
     "embedding": (0,),

@@ -1,0 +1,196 @@
+"""The parts of a decoder layer that only Gemma 4 has: attention that reads the keys and values of
+another layer, inputs of layers from a table of their own, experts beside a dense MLP, and a factor
+of the residual stream.
+
+Must not know: architectures, files, requests, how a layer with weights is made.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ...ipc.models.architectures import PLAIN_NAMES, TensorNames
+from ...ipc.models.decoder_config import DecoderConfig, PerLayerInputs
+from ...kernels.ops import AttentionMetadata
+from .blocks import Attention, GatedMLP
+from .experts import MixtureOfExperts
+from .layers import Embedding, LayerFactory, RMSNorm, Rope, Weights
+
+
+class SharedAttention:
+    """Attention whose keys and values are those of an earlier layer, the owner. It has queries and
+    an output projection of its own, and no part of the KV cache.
+    """
+
+    def __init__(
+        self,
+        make: LayerFactory,
+        config: DecoderConfig,
+        layer: int,
+        ropes: list[Rope | None],
+        owner: Attention,
+        names: TensorNames = PLAIN_NAMES,
+    ):
+        """`layer` is the index in the stack, and `ropes` come from make.ropes."""
+        self.owner, self.ops = owner, make.ops
+        self.num_heads, self.head_dim = owner.num_heads, owner.head_dim
+        rows = config.num_attention_heads * self.head_dim
+        self.q_proj = make.linear(config.hidden_size, {"q_proj": rows}, unit=self.head_dim)
+        self.o_proj = make.row_linear(names.o_proj, rows, config.hidden_size)
+        self.q_norm = make.norm(names.q_norm, self.head_dim, config)
+        self.rope, self.scale = ropes[layer], config.attention_scale
+        self.sliding_window = config.sliding_windows[layer]
+
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """x [T, hidden_size], positions [T] i64 -> [T, hidden_size].
+
+        The owner has written the keys and values of the T tokens to its cache.
+        """
+        owner = self.owner
+        query = self.q_norm(self.q_proj(x).view(len(x), self.num_heads, self.head_dim))
+        if self.rope is not None:
+            self.ops.rotary_embedding(positions, query, query[:, :0], self.rope.query)
+        if metadata.groups:
+            metadata = metadata.groups[owner.kv_cache_group]
+        attended = self.ops.paged_attention(
+            query, owner.key_cache, owner.value_cache, metadata, self.scale, self.sliding_window
+        )
+        return self.o_proj(attended.view(len(x), self.num_heads * self.head_dim))
+
+    def weights(self, prefix: str) -> Weights:
+        for layer in (self.q_proj, self.o_proj, self.q_norm):
+            yield from layer.weights(prefix)
+
+
+class LayerScalar:
+    """A number by which a layer multiplies the residual stream."""
+
+    def __init__(self, make: LayerFactory):
+        self._weight = make.parameter(1)
+
+    @cached_property
+    def value(self) -> float:
+        """Read once the weight is there."""
+        return self._weight.item()
+
+    def weights(self, prefix: str) -> Weights:
+        yield f"{prefix}layer_scalar", self._weight
+
+
+class LayerInputs:
+    """What each layer gets of a step's tokens beside the residual stream: for every layer a row of a
+    table, and a part of a projection of the embedding, which are added.
+    """
+
+    def __init__(self, make: LayerFactory, config: DecoderConfig, sizes: PerLayerInputs):
+        self.size, self.ops = sizes.size, make.ops
+        self.num_layers = config.num_hidden_layers
+        width = self.num_layers * self.size
+        self.table: Embedding = make.table("embed_tokens_per_layer", sizes.vocab_size, width)
+        self.projection = make.whole_linear(
+            "per_layer_model_projection", config.hidden_size, width
+        )
+        self.norm: RMSNorm = make.norm("per_layer_projection_norm", self.size, config)
+        # transformers multiplies by a number of the model's dtype
+        self._table_scale = torch.tensor(self.size**0.5, dtype=make.dtype).item()
+        self._projection_scale = config.hidden_size**-0.5
+        self._of_layers = torch.empty(0)
+
+    def begin(self, token_ids: torch.Tensor, embedded: torch.Tensor) -> None:
+        """Computes the inputs of a step: token_ids [T], embedded [T, hidden_size]."""
+        ops, rows = self.ops, self.table(token_ids)
+        ops.scale(rows, self._table_scale)
+        projected = self.projection(embedded)
+        ops.scale(projected, self._projection_scale)
+        shape = len(projected), self.num_layers, self.size
+        total = self.norm(projected.view(shape)).view(len(projected), -1)
+        ops.add(rows, total)
+        ops.scale(total, 2**-0.5)
+        self._of_layers = total.view(shape)
+
+    def of(self, layer: int) -> torch.Tensor:
+        """[T, 1, size]: the input of a layer in the step that has begun."""
+        return self._of_layers[:, layer : layer + 1]
+
+    def weights(self, prefix: str) -> Weights:
+        for part in (self.table, self.projection, self.norm):
+            yield from part.weights(prefix)
+
+
+class LayerInputBlock:
+    """projection(activation(gate(x)) * the layer's input)"""
+
+    def __init__(self, make: LayerFactory, config: DecoderConfig, layer: int, inputs: LayerInputs):
+        self._layer, self._inputs, self.ops = layer, inputs, make.ops
+        size, hidden_size = inputs.size, config.hidden_size
+        self.gate = make.whole_linear("per_layer_input_gate", hidden_size, size)
+        self.projection = make.whole_linear("per_layer_projection", size, hidden_size)
+        self.activate = getattr(make.ops, config.activation)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]"""
+        gate = self.activate(self.gate(x))
+        given = self._inputs.of(self._layer)
+        return self.projection(self.ops.multiply(given, gate.view(given.shape), "none").flatten(1))
+
+    def weights(self, prefix: str) -> Weights:
+        yield from self.gate.weights(prefix)
+        yield from self.projection.weights(prefix)
+
+
+class ScaledExperts(MixtureOfExperts):
+    """A mixture of experts that reads the residual stream itself. Its router has a norm of its own
+    with a weight for each feature, and each expert has a factor of its weight in the sum.
+    """
+
+    def __init__(self, make: LayerFactory, config: DecoderConfig, layer: int):
+        super().__init__(make, config, layer)
+        self.before = make.norm("pre_feedforward_layernorm_2", config.hidden_size, config)
+        self.router_norm = make.norm("router.scale", config.hidden_size, config)
+        self._router_scale = config.hidden_size**-0.5
+        self._expert_scales = make.parameter(self.config.count, dtype=torch.float32)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]"""
+        normed = self.router_norm(x)
+        self.ops.scale(normed, self._router_scale)
+        ids, weights = self.route(normed)
+        self.ops.scale_by_expert(weights, ids, self._expert_scales)
+        return self.mix(self.before(x), ids, weights)
+
+    def weights(self, prefix: str) -> Weights:
+        yield from super().weights(prefix)
+        yield from self.before.weights(prefix)
+        yield f"{prefix}router.scale", self.router_norm.weight
+        yield f"{prefix}router.per_expert_scale", self._expert_scales
+
+
+class DenseBesideExperts:
+    """The sum of a gated MLP and of a mixture of experts, each between norms of its own, which both
+    read the residual stream.
+    """
+
+    def __init__(self, make: LayerFactory, config: DecoderConfig, dense: GatedMLP, experts: Any):
+        size, self.ops = config.hidden_size, make.ops
+        self.dense, self.experts = dense, experts
+        self.routed = experts.routed
+        self.before_dense = make.norm("pre_feedforward_layernorm", size, config)
+        self.after_dense = make.norm("post_feedforward_layernorm_1", size, config)
+        self.after_experts = make.norm("post_feedforward_layernorm_2", size, config)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]"""
+        total = self.after_dense(self.dense(self.before_dense(x)))
+        self.ops.add(self.after_experts(self.experts(x)), total)
+        return total
+
+    def weights(self, prefix: str) -> Weights:
+        yield from self.dense.weights(f"{prefix}{self.dense.name}.")
+        yield from self.experts.weights(prefix)
+        for norm in (self.before_dense, self.after_dense, self.after_experts):
+            yield from norm.weights(prefix)

@@ -293,15 +293,15 @@ def test_asyncio(models, engine):
             and metrics.e2e_latency > metrics.decode_time > 0
         )
 
-        running = asyncio.create_task(finish("running"))
-        while not (await llm.scheduler_state())["running"]:
-            await asyncio.sleep(0)
+        params = SamplingParams(temperature=0.0, max_tokens=440, ignore_eos=True)
+        running = llm.generate(PROMPTS[0], params, "running")
+        await anext(running)
         waiting = asyncio.create_task(llm.pause("wait"))
         while not await llm.is_paused():
             await asyncio.sleep(0)
         late = asyncio.create_task(finish("late", 5))
         await waiting
-        assert (await running)[-1].outputs[0].token_ids == alone
+        assert [output async for output in running][-1].outputs[0].token_ids == alone
         assert not late.done() and (await llm.get_metrics())["num_waiting"] == 1
         await llm.pause("abort")
         assert (await late)[-1].outputs[0].finish_reason == "abort"

@@ -44,6 +44,7 @@ KINDS = (
     *("qwen2", "qwen3", "llama", "mistral", "gemma3_text", "phi3", "smollm3", "olmo2", "olmo3"),
     *("granite", "ministral3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"),
     *("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
 )
 _MAMBA = {
     "mamba_n_heads": 8,
@@ -54,113 +55,158 @@ _MAMBA = {
     "pad_token_id": 0,
 }
 _MIXER, _ATTENTION = "linear_attention", "full_attention"
+_HYBRID = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+_HYBRID_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+_CONV = {"num_hidden_layers": 4, "norm_eps": 1e-5, "rms_norm_eps": 1e-5}
+
+
+_OF_KIND: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 24},
+    "llama": {"rms_norm_eps": 1e-5},
+    "mistral": {"sliding_window": 24},
+    "gemma3_text": {
+        "head_dim": 32,
+        "sliding_window": 24,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 24,
+    },
+    "phi3": {"rms_norm_eps": 1e-5, "pad_token_id": 0},
+    "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
+    "olmo2": {},
+    "olmo3": {
+        "sliding_window": 24,
+        "layer_types": None,
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 0.7,
+    },
+    "ministral3": {"head_dim": 16, "pad_token_id": 0},
+    "mixtral": {"rms_norm_eps": 1e-5, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 80,
+    },
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+    },
+    "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 24,
+        "swiglu_limit": 0.9,
+        "pad_token_id": 0,
+    },
+    "granitemoehybrid": {
+        **_MAMBA,
+        "layer_types": [_MIXER, _ATTENTION, _MIXER],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 80,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 0.7,
+    },
+    "falcon_h1": {
+        **_MAMBA,
+        "mamba_n_heads": 6,
+        "mamba_d_ssm": 96,
+        "head_dim": 24,
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.8,
+        "key_multiplier": 0.7,
+        "attention_out_multiplier": 0.9,
+        "mlp_multipliers": [0.9, 0.8],
+        "ssm_multipliers": [0.6, 0.7, 0.8, 0.9, 1.1],
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.7,
+    },
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "nemotron_h": {
+        "layers_block_type": [_MIXER, "moe", _ATTENTION, "mlp", _MIXER],
+        "head_dim": 24,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "time_step_min": 1e-30,  # transformers would clamp steps, in prefill alone
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 80,
+        "moe_latent_size": 32,
+        "routed_scaling_factor": 1.5,
+        "pad_token_id": 0,
+    },
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 8,
+        "residual_in_fp32": False,
+        "n_groups": 2,
+        "pad_token_id": 0,
+    },
+    "qwen3_next": _HYBRID | _HYBRID_EXPERTS | {"mlp_only_layers": [1]},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID | _HYBRID_EXPERTS | {"intermediate_size": None},
+    "lfm2": _CONV
+    | {
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "block_multiple_of": 8,
+        "pad_token_id": 0,
+    },
+    "lfm2_moe": _CONV
+    | {
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "pad_token_id": 0,
+    },
+    "lfm3": _CONV
+    | {
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+        "head_dim": 24,
+        "sliding_window": 24,
+        "pad_token_id": 0,
+    },
+}
 
 
 def make_tiny_config(kind: str, **overrides: Any):
     """Make transformers' config of a tiny model of `kind`; `overrides` are keys of config.json."""
     from transformers import AutoConfig
 
-    per_kind = {
-        "qwen2": {},
-        "qwen3": {"head_dim": 24},
-        "llama": {"rms_norm_eps": 1e-5},
-        "mistral": {"sliding_window": 24},
-        "gemma3_text": {
-            "head_dim": 32,
-            "sliding_window": 24,
-            "sliding_window_pattern": 2,
-            "query_pre_attn_scalar": 24,
-        },
-        "phi3": {"rms_norm_eps": 1e-5, "pad_token_id": 0},
-        "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
-        "olmo2": {},
-        "olmo3": {
-            "sliding_window": 24,
-            "layer_types": None,
-        },
-        "granite": {
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.6,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 0.7,
-        },
-        "ministral3": {"head_dim": 16, "pad_token_id": 0},
-        "mixtral": {"rms_norm_eps": 1e-5, "num_local_experts": 4, "num_experts_per_tok": 2},
-        "qwen2_moe": {
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 80,
-        },
-        "qwen3_moe": {
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 48,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 2,
-        },
-        "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
-        "gpt_oss": {
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
-            "head_dim": 16,
-            "sliding_window": 24,
-            "swiglu_limit": 0.9,
-            "pad_token_id": 0,
-        },
-        "granitemoehybrid": {
-            **_MAMBA,
-            "layer_types": [_MIXER, _ATTENTION, _MIXER],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 80,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.6,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 0.7,
-        },
-        "falcon_h1": {
-            **_MAMBA,
-            "mamba_n_heads": 6,
-            "mamba_d_ssm": 96,
-            "head_dim": 24,
-            "embedding_multiplier": 2.0,
-            "lm_head_multiplier": 0.8,
-            "key_multiplier": 0.7,
-            "attention_out_multiplier": 0.9,
-            "mlp_multipliers": [0.9, 0.8],
-            "ssm_multipliers": [0.6, 0.7, 0.8, 0.9, 1.1],
-            "ssm_in_multiplier": 1.2,
-            "ssm_out_multiplier": 0.7,
-        },
-        "bamba": {**_MAMBA, "attn_layer_indices": [1]},
-        "nemotron_h": {
-            "layers_block_type": [_MIXER, "moe", _ATTENTION, "mlp", _MIXER],
-            "head_dim": 24,
-            "mamba_num_heads": 6,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 8,
-            "n_groups": 2,
-            "time_step_min": 1e-30,  # transformers would clamp steps, in prefill alone
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "n_group": 4,
-            "topk_group": 2,
-            "moe_intermediate_size": 48,
-            "moe_shared_expert_intermediate_size": 80,
-            "moe_latent_size": 32,
-            "routed_scaling_factor": 1.5,
-            "pad_token_id": 0,
-        },
-        "mamba2": {
-            "num_heads": 8,
-            "head_dim": 16,
-            "state_size": 8,
-            "residual_in_fp32": False,
-            "n_groups": 2,
-            "pad_token_id": 0,
-        },
-    }[kind]
+    per_kind = _OF_KIND[kind]
     keys = {**TINY, **per_kind, **overrides}
     if "num_hidden_layers" in overrides and per_kind.get("layer_types"):
         keys["layer_types"] = per_kind["layer_types"][: keys["num_hidden_layers"]]
@@ -201,12 +247,19 @@ def save_tiny_model(
 
 
 def save_tiny_multimodal_model(directory: str | Path, kind: str, **overrides: Any) -> Path:
-    """Write a random checkpoint of "gemma3" or "mistral3", with a text part of the tiny sizes."""
+    """Write a random checkpoint of "gemma3", "mistral3", "qwen3_5" or "qwen3_5_moe", with a text
+    part of the tiny sizes.
+    """
     from transformers import AutoConfig, AutoModelForImageTextToText, logging
 
     logging.disable_progress_bar()
     vision = {
-        "model_type": {"gemma3": "siglip_vision_model", "mistral3": "pixtral"}[kind],
+        "model_type": {
+            "gemma3": "siglip_vision_model",
+            "mistral3": "pixtral",
+            "qwen3_5": "qwen3_5_vision",
+            "qwen3_5_moe": "qwen3_5_moe_vision",
+        }[kind],
         "hidden_size": 32,
         "intermediate_size": 32,
         "num_hidden_layers": 1,
@@ -215,7 +268,17 @@ def save_tiny_multimodal_model(directory: str | Path, kind: str, **overrides: An
         "image_size": 28,
         "patch_size": 14,
     }
-    text = {"gemma3": "gemma3_text", "mistral3": "ministral3"}[kind]
+    if kind.startswith("qwen3_5"):
+        vision = {
+            "model_type": vision["model_type"],
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 16,
+        }
+    text = {"gemma3": "gemma3_text", "mistral3": "ministral3"}.get(kind, f"{kind}_text")
     config = AutoConfig.for_model(
         kind, text_config=make_tiny_config(text).to_dict(), vision_config=vision, **overrides
     )
@@ -236,11 +299,14 @@ def randomize(model, seed: int) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        biases = (pair for pair in model.named_buffers() if pair[0].endswith("correction_bias"))
+        ends = "correction_bias", "expert_bias"
+        biases = (pair for pair in model.named_buffers() if pair[0].endswith(ends))
         for name, parameter in [*model.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
                 parameter.copy_(1.0 + 0.2 * noise)
+            elif name.endswith("linear_attn.A_log"):  # states last for tens of tokens
+                parameter.copy_(0.3 * noise - 3.0)
             elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise)
             elif "embed" in name:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from ...ipc.models.architectures import PLAIN_NAMES, TensorNames
-from ...ipc.models.decoder_config import DecoderConfig
+from ...ipc.models.decoder_config import GATE_OF_ELEMENTS, GATE_OF_HEADS, DecoderConfig
 from ...kernels.ops import AttentionMetadata
-from .layers import LayerFactory, Rope, Weights
+from .layers import LayerFactory, Linear, Rope, Weights
 
 FUSED_PARTS = (
     "rms_norm",
@@ -49,7 +49,14 @@ class Attention:
         self.head_dim = own.head_dim
         q_rows = config.num_attention_heads * self.head_dim
         kv_rows = own.num_kv_heads * self.head_dim
-        shards = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        self.gate, gate_rows = config.attention_gate, 0
+        if self.gate == GATE_OF_ELEMENTS:
+            gate_rows = q_rows
+        shards = {"q_proj": q_rows + gate_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        self.gate_proj: Linear | None = None
+        if self.gate == GATE_OF_HEADS:
+            heads = {names.attention_gate: config.num_attention_heads}
+            self.gate_proj = make.linear(config.hidden_size, heads)
         if is_merged:
             shards = {"qkv_proj": q_rows + 2 * kv_rows}
         self.qkv_proj = make.linear(config.hidden_size, shards, qkv_bias, unit=self.head_dim)
@@ -92,14 +99,27 @@ class Attention:
 
         Writes the keys and values of the T tokens to the cache.
         """
-        return self.attend(self.qkv_proj(x), positions, metadata)
+        gate = None if self.gate_proj is None else self.gate_proj(x)[:, :, None]
+        return self.attend(self.qkv_proj(x), positions, metadata, gate)
 
     def attend(
-        self, qkv: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends with the product `qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim]."""
+        """Attends with the product `qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim], which has
+        as many columns more as there are gates of elements. gate [T, num_heads, 1]: of heads.
+        """
         ops, num_tokens = self.ops, len(qkv)
-        query, key, value = qkv.view(num_tokens, -1, self.head_dim).split(self._heads, dim=1)
+        if self.gate == GATE_OF_ELEMENTS:
+            gated, qkv = qkv.tensor_split([2 * self._q_rows], dim=1)
+            gated = gated.view(num_tokens, self.num_heads, 2 * self.head_dim)
+            query, gate = gated.split(self.head_dim, dim=2)
+            key, value = qkv.view(num_tokens, -1, self.head_dim).split(self._heads[1:], dim=1)
+        else:
+            query, key, value = qkv.view(num_tokens, -1, self.head_dim).split(self._heads, dim=1)
         if metadata.groups:
             metadata = metadata.groups[self.kv_cache_group]
         slots = metadata.slot_mapping
@@ -128,6 +148,8 @@ class Attention:
             self.sliding_window,
             sinks=self.sinks,
         )
+        if gate is not None:
+            attended = ops.multiply(attended, gate, "sigmoid")
         return self.o_proj(attended.view(num_tokens, self._q_rows))
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,7 +173,7 @@ class Attention:
             rotate(positions, query[:, :0], key, of_key)
 
     def weights(self, prefix: str) -> Weights:
-        for layer in (self.qkv_proj, self.o_proj, self.q_norm, self.k_norm):
+        for layer in (self.qkv_proj, self.o_proj, self.gate_proj, self.q_norm, self.k_norm):
             if layer is not None:
                 yield from layer.weights(prefix)
         if self.sinks is not None:

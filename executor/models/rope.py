@@ -31,6 +31,10 @@ def inverse_frequencies(
             return _llama3(inv_freq, rope), 1.0
         case "factors":
             return inv_freq / torch.tensor(rope["factors"]), 1.0
+        case "proportional":
+            num_rotated = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+            inv_freq[num_rotated:] = 0
+            return inv_freq / rope.get("factor", 1.0), 1.0
         case "longrope":
             return _longrope(rope, head_dim, num_positions)
         case "yarn":

@@ -29,7 +29,7 @@ SAMPLING_ROW_BYTES = 2 * 8192 * 8
 ATTENTION_PIECES = 32  # kernels/triton/attention_decode.py
 # these matrices are no linear layers: experts, positions, embeddings of layers
 _NOT_LINEAR = re.compile(r"\.experts\.|wpe|embed|router")
-_FP32_VECTORS = ("sinks", ".A_log", ".dt_bias", ".D", ".e_score_correction_bias")
+_FP32_VECTORS = ("sinks", ".A_log", ".dt_bias", ".D", ".expert_bias", ".e_score_correction_bias")
 KV_SCALE_BYTES = 4  # per head in int8 (kernels/ops.py: kv_cache_row)
 
 
@@ -188,9 +188,7 @@ def _linear_shapes(
     for index in range(config.num_hidden_layers):
         own = config.layer(index)
         if own.has_attention:
-            q_rows = config.num_attention_heads * own.head_dim
-            kv_rows = 2 * own.num_kv_heads * own.head_dim if own.kv_from is None else 0
-            shapes += [(q_rows + kv_rows, hidden), (hidden, q_rows)]
+            shapes += config.attention_shapes(own)
         if own.mixer is not None:
             shapes += own.mixer.linear_shapes(hidden)
         size = inner

@@ -9,12 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..errors import ModelLoadError
-from .decoder_config import DecoderConfig, LayerConfig, parse_decoder_config
+from . import lfm_families, qwen_families
+from .decoder_config import (
+    GATE_OF_ELEMENTS,
+    GATE_OF_HEADS,
+    DecoderConfig,
+    LayerConfig,
+    parse_decoder_config,
+)
 from .encoders import ENCODERS, EncoderArchitecture
-from .experts_config import ExpertsFormat, sparse_steps
+from .experts_config import ExpertsFormat, first_layers, sparse_steps
 from .forms import GENERATE, family_and_form
 from .mamba_families import (
     bamba_fields,
@@ -52,6 +60,7 @@ class TensorNames(NamedTuple):
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
     o_proj: str = "o_proj"
+    attention_gate: str = "gate_proj"  # of heads
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -168,13 +177,17 @@ class Architecture:
         kv_rows = layer.num_kv_heads * head_dim
         qkv_bias, o_bias = self.attention_biases(config)
         qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        if config.attention_gate == GATE_OF_ELEMENTS:
+            qkv["q_proj"] *= 2
         if layer.kv_from is not None:
-            qkv = {"q_proj": q_rows}
+            qkv = {"q_proj": qkv["q_proj"]}
         if self.is_merged:
             qkv = {"qkv_proj": sum(qkv.values())}
         for name, rows in qkv.items():
             yield from _linear(name, rows, hidden, qkv_bias)
         yield from _linear(names.o_proj, hidden, q_rows, o_bias)
+        if config.attention_gate == GATE_OF_HEADS:
+            yield from _linear(names.attention_gate, config.num_attention_heads, hidden, False)
         if self.qk_norm:
             yield f"{names.q_norm}.weight", [q_rows if self.qk_norm_whole else head_dim]
         if self.qk_norm and layer.kv_from is None:
@@ -211,6 +224,32 @@ def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Shapes:
         yield f"{name}.bias", [rows]
 
 
+_LFM_NAMES = TensorNames(
+    mixer="conv",
+    mlp="feed_forward",
+    q_norm="q_layernorm",
+    k_norm="k_layernorm",
+    o_proj="out_proj",
+    gate="w1",
+    up="w3",
+    down="w2",
+    final_norm="embedding_norm",
+)
+_OF_QWEN: dict[str, Any] = {
+    "default_head_dim": 256,
+    "qk_norm": True,
+    "names": TensorNames(mixer="linear_attn"),
+    "constants": {
+        "norm_offset": 1.0,
+        "fp32_norms": True,
+        "attention_gate": GATE_OF_ELEMENTS,
+    },
+    "read_keys": qwen_families.qwen_keys,
+    "read_fields": qwen_families.qwen_fields,
+}
+_OF_QWEN_NEXT: dict[str, Any] = _OF_QWEN | {
+    "read_fields": partial(qwen_families.qwen_fields, is_by_key_head=True)
+}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", honours=("attention_bias", "mlp_bias", "is_causal")),
@@ -496,11 +535,107 @@ ARCHITECTURES = {
         read_fields=mamba2_fields,
     ),
 }
+ARCHITECTURES |= {
+    "Qwen3NextForCausalLM": Architecture(
+        "qwen3_next",
+        honours=("attention_bias", "partial_rotary_factor", *_EXPERTS),
+        defaults=qwen_families.DEFAULTS
+        | {
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+        },
+        experts=ExpertsFormat(
+            "moe_intermediate_size",
+            shared_size="shared_expert_intermediate_size",
+            dense_layers=sparse_steps,
+        ),
+        **_OF_QWEN_NEXT,
+    ),
+    "Qwen3_5ForCausalLM": Architecture(
+        "qwen3_5_text",
+        honours=("attention_bias", "partial_rotary_factor"),
+        defaults=qwen_families.DEFAULTS | {"vocab_size": 248_320, "num_key_value_heads": 4},
+        **_OF_QWEN,
+    ),
+    "Qwen3_5MoeForCausalLM": Architecture(
+        "qwen3_5_moe_text",
+        honours=("attention_bias", "partial_rotary_factor", *_EXPERTS),
+        defaults=qwen_families.DEFAULTS
+        | {
+            "vocab_size": 248_320,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 8,
+        },
+        experts=ExpertsFormat(
+            "moe_intermediate_size",
+            renormalizes=True,
+            shared_size="shared_expert_intermediate_size",
+        ),
+        **_OF_QWEN,
+    ),
+    "Lfm2ForCausalLM": Architecture(
+        "lfm2",
+        honours=(),
+        qk_norm=True,
+        norms=("operator_norm", None, "ffn_norm", None),
+        names=_LFM_NAMES,
+        defaults=lfm_families.DEFAULTS | lfm_families.WIDTH_DEFAULTS,
+        read_keys=lfm_families.lfm2_keys,
+        read_fields=lfm_families.lfm2_fields,
+    ),
+    "Lfm2MoeForCausalLM": Architecture(
+        "lfm2_moe",
+        honours=_EXPERTS,
+        qk_norm=True,
+        norms=("operator_norm", None, "ffn_norm", None),
+        names=_LFM_NAMES,
+        defaults=lfm_families.DEFAULTS
+        | {
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+        },
+        experts=ExpertsFormat(
+            "moe_intermediate_size",
+            dense_layers=first_layers("num_dense_layers"),
+            scoring="sigmoid",
+            correction="expert_bias",
+            scale="routed_scaling_factor",
+            block="feed_forward",
+            gate="w1",
+            up="w3",
+            down="w2",
+        ),
+        read_keys=lfm_families.lfm_keys,
+        read_fields=lfm_families.lfm2_fields,
+    ),
+    "Lfm3ForCausalLM": Architecture(
+        "lfm3",
+        honours=("attention_bias", "layer_types", "partial_rotary_factor"),
+        default_head_dim=128,
+        qk_norm=True,
+        norms=("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
+        names=_LFM_NAMES._replace(q_norm="q_norm", k_norm="k_norm", o_proj="o_proj"),
+        defaults=lfm_families.LFM3_DEFAULTS,
+        constants={"attention_gate": GATE_OF_HEADS},
+        read_keys=lfm_families.lfm3_keys,
+        read_fields=lfm_families.lfm3_fields,
+    ),
+}
 
 # The multimodal architectures whose text part runs, with the type of that part.
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "ministral3",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 ARCHITECTURES |= {
     "Gemma3ForConditionalGeneration": replace(
@@ -508,6 +643,12 @@ ARCHITECTURES |= {
     ),
     "Mistral3ForConditionalGeneration": replace(
         ARCHITECTURES["Ministral3ForCausalLM"], prefix=TEXT_PREFIX
+    ),
+    "Qwen3_5ForConditionalGeneration": replace(
+        ARCHITECTURES["Qwen3_5ForCausalLM"], prefix=TEXT_PREFIX
+    ),
+    "Qwen3_5MoeForConditionalGeneration": replace(
+        ARCHITECTURES["Qwen3_5MoeForCausalLM"], prefix=TEXT_PREFIX
     ),
 }
 NATIVE: dict[str, Architecture | EncoderArchitecture] = {**ARCHITECTURES, **ENCODERS}
@@ -534,9 +675,11 @@ def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
         )
     whole = {key: hf_config[key] for key in _OF_THE_WHOLE & hf_config.keys()}
     given = {key: value for key, value in text.items() if value is not None}
-    is_tied = hf_config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
+    defaults = ARCHITECTURES[name].defaults
+    is_tied = text.get("tie_word_embeddings", defaults.get("tie_word_embeddings", True))
+    is_tied = hf_config.get("tie_word_embeddings", is_tied)
     own = {"architectures": [name], "tie_word_embeddings": is_tied}
-    return ARCHITECTURES[name].defaults | whole | given | own
+    return defaults | whole | given | own
 
 
 def find_architecture(hf_config: dict[str, Any], supported: Iterable[str] = NATIVE) -> str:

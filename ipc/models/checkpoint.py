@@ -92,7 +92,9 @@ def _weight_file_names(directory: Path) -> list[str]:
 # of integers, that old checkpoints of encoders have
 BUFFERS = ("position_ids", "token_type_ids")
 # Tensors of multimodal models that their text part does not need.
-OTHER_PARTS = re.compile(r"(module\.|_orig_mod\.)*(model\.)?(vision_tower|multi_modal_projector)\.")
+OTHER_PARTS = re.compile(
+    r"(module\.|_orig_mod\.)*(model\.)?(vision_tower|multi_modal_projector|visual)\."
+)
 
 
 def check_checkpoint(

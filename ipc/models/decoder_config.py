@@ -32,7 +32,10 @@ _HARMLESS = frozenset(
         "id2label",
         "keys_to_ignore_at_inference",
         "label2id",
+        "mamba_ssm_dtype",  # states are fp32
         "model_type",
+        "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
         "name_or_path",
         "num_labels",
         "problem_type",
@@ -139,6 +142,23 @@ _READ = frozenset(
         "moe_shared_expert_intermediate_size",
         "position_embedding_type",
         "shared_intermediate_size",
+        # of recurrent mixers
+        "block_auto_adjust_ff_dim",
+        "block_ff_dim",
+        "block_ffn_dim_multiplier",
+        "block_multiple_of",
+        "conv_L_cache",
+        "conv_bias",
+        "full_attention_interval",
+        "full_attn_idxs",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+        "norm_eps",
+        "num_dense_layers",
+        "tie_embedding",
         *CONTEXT_KEYS,
         *MAMBA_KEYS,
     }
@@ -179,6 +199,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ssm_in_multiplier": (1.0,),
     "ssm_multipliers": ([1.0] * 5,),
     "ssm_out_multiplier": (1.0,),
+    "attn_output_gate": (True,),
+    "use_attention_gate": (True,),
+    "use_expert_bias": (True,),
+    "use_sandwich_norm": (True,),
 }
 # Keys that name the activation of the MLP; a model has one activation, under these names.
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
@@ -202,6 +226,9 @@ MOST = {
     "num_key_value_heads": 65_536,
     "head_dim": 65_536,
 }
+# of attention's result, before the output projection: q_proj has for each head rows of the gate
+# after those of the query; or a projection of its own has a row for each head
+GATE_OF_ELEMENTS, GATE_OF_HEADS = "elements", "heads"
 LEAST_SCALE = 1e-6  # of a factor; the largest is its inverse
 _REQUIRED = (
     "vocab_size",
@@ -252,6 +279,7 @@ class DecoderConfig:
     unrotated_layers: tuple[int, ...] = ()  # whose queries and keys do not rotate
     activation: str = "silu"  # of ACTIVATIONS
     attention_scale: float = 0.0  # factor of the attention's logits
+    attention_gate: str = ""  # GATE_OF_ELEMENTS or GATE_OF_HEADS; the gates pass a sigmoid
     embedding_scale: float = 1.0  # factor of the embedding's rows
     residual_scale: float = 1.0  # factor of what a block adds to the residual stream
     logits_scale: float = 1.0  # factor of the logits
@@ -282,6 +310,15 @@ class DecoderConfig:
             head_dim=own.head_dim or self.head_dim,
             num_kv_heads=own.num_kv_heads or self.num_key_value_heads,
         )
+
+    def attention_shapes(self, layer: LayerConfig) -> list[tuple[int, int]]:
+        """(rows, columns) of the linear layers of attention, as they are merged."""
+        size, q_rows = self.hidden_size, self.num_attention_heads * layer.head_dim
+        rows = 2 * q_rows if self.attention_gate == GATE_OF_ELEMENTS else q_rows
+        if layer.kv_from is None:
+            rows += 2 * layer.num_kv_heads * layer.head_dim
+        own = [(self.num_attention_heads, size)] if self.attention_gate == GATE_OF_HEADS else []
+        return [(rows, size), (size, q_rows), *own]
 
     @property
     def cache_layers(self) -> tuple[int, ...]:

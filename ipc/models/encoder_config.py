@@ -88,6 +88,10 @@ class EncoderConfig:
         """Empty, as cache_layers."""
         return ()
 
+    def attention_shapes(self, layer: LayerConfig) -> list[tuple[int, int]]:
+        """(rows, columns) of the linear layers of attention, as they are merged."""
+        return [(3 * self.hidden_size, self.hidden_size), (self.hidden_size, self.hidden_size)]
+
     def layer(self, index: int) -> LayerConfig:
         """All layers are alike."""
         return LayerConfig(head_dim=self.head_dim, num_kv_heads=self.num_key_value_heads)

@@ -59,8 +59,7 @@ def multiplied_weights(config: DecoderConfig, index: int) -> int:
     """The weights of a layer that a token multiplies."""
     size, layer, num_weights = config.hidden_size, config.layer(index), 0
     if layer.has_attention:
-        kv_heads = layer.num_kv_heads if layer.kv_from is None else 0
-        num_weights += 2 * size * layer.head_dim * (config.num_attention_heads + kv_heads)
+        num_weights += sum(rows * columns for rows, columns in config.attention_shapes(layer))
     if layer.mixer is not None:
         num_weights += sum(rows * columns for rows, columns in layer.mixer.linear_shapes(size))
     if not layer.has_mlp:

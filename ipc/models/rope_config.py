@@ -14,6 +14,8 @@ from .config_values import malformed
 _ROPE_KEYS = {  # by type: required, optional
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
+    # LFM3's and Gemma 4's: rotates only the first frequencies, but pairs the halves of the head
+    "proportional": (set(), {"factor"}),
     "dynamic": ({"factor"}, {"original_max_position_embeddings"}),
     "llama3": (
         {"factor", "low_freq_factor", "high_freq_factor"},
@@ -71,7 +73,9 @@ CONTEXT_KEYS = (
 # max_position_embeddings is the length after scaling, or, for "dynamic", the length up to which no
 # scaling takes place. Beyond it the angles of "dynamic" depend on the current length of a sequence,
 # so that cached keys would be wrong; Quire does not exceed it.
-_NOT_LENGTHENED = frozenset({"default", "llama3", "longrope", "su", "mrope", "dynamic", "factors"})
+_NOT_LENGTHENED = frozenset(
+    {"default", "llama3", "longrope", "su", "mrope", "dynamic", "factors", "proportional"}
+)
 
 
 def model_context(hf_config: dict[str, Any]) -> int | None:
@@ -167,7 +171,11 @@ def parse_ropes(
 
 
 def rotary_dim(rope: dict[str, Any], head_dim: int) -> int:
-    """How many features of a head rotate, the first ones."""
+    """How many features of a head the table of angles is for, the first ones. With the type
+    "proportional" it is for all of them, and most of its angles are 0.
+    """
+    if rope["rope_type"] == "proportional":
+        return head_dim
     return int(head_dim * rope.get("partial_rotary_factor", 1.0))
 
 

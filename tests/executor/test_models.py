@@ -195,6 +195,17 @@ VARIANTS = {
     ),
     "mamba2": ("mamba2", {}),
     "mamba2-tied-bias": ("mamba2", {"tie_word_embeddings": True, "use_bias": True}),
+    "qwen3-next": ("qwen3_next", {}),
+    "qwen3-next-every-other": (
+        "qwen3_next",
+        {"layer_types": None, "full_attention_interval": 2, "attention_bias": True},
+    ),
+    "qwen3.5": ("qwen3_5_text", {}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {}),
+    "lfm2": ("lfm2", {}),
+    "lfm2-biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 5}),
+    "lfm2-moe": ("lfm2_moe", {}),
+    "lfm3": ("lfm3", {}),
     "mistral": ("mistral", {}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "llama": ("llama", {}),
@@ -307,7 +318,13 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(
 
 @needs_native
 @pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("variant", ["granite-hybrid", "falcon-h1", "nemotron-h", "mamba2"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *("granite-hybrid", "falcon-h1", "nemotron-h", "mamba2"),
+        *("qwen3-next", "qwen3.5", "qwen3.5-moe", "lfm2-moe", "lfm3"),
+    ],
+)
 def test_bits_of_states_depend_neither_on_the_batch_nor_on_chunks(variant, quantization, tiny):
     kind, overrides = VARIANTS[variant]
     executor = start_executor(
@@ -333,6 +350,7 @@ def test_bits_of_states_depend_neither_on_the_batch_nor_on_chunks(variant, quant
     [
         *("qwen2-window", "mistral", "gemma3", "olmo3", "mixtral-window", "qwen2-moe", "gpt-oss"),
         *("granite-hybrid", "falcon-h1", "nemotron-h", "mamba2"),
+        *("qwen3-next", "qwen3.5", "lfm2-moe", "lfm3"),
     ],
 )
 def test_windows_experts_and_states_are_token_exact_in_chunks_beside_decodes_and_after_preemption(
@@ -362,7 +380,13 @@ def test_bundled_model_is_token_exact(oracle):
 
 
 @pytest.mark.parametrize(
-    ("kind", "overrides"), [("gemma3", {"mm_tokens_per_image": 4}), ("mistral3", {})]
+    ("kind", "overrides"),
+    [
+        ("gemma3", {"mm_tokens_per_image": 4}),
+        ("mistral3", {}),
+        ("qwen3_5", {}),
+        ("qwen3_5_moe", {}),
+    ],
 )
 def test_the_text_part_of_a_multimodal_model_is_token_exact(kind, overrides, tmp_path):
     from transformers import AutoModelForImageTextToText
@@ -434,6 +458,7 @@ def test_stages_equal_those_of_transformers(tiny, oracle):
     [
         *("qwen2", "qwen3", "llama", "gemma3_text", "olmo2", "granite", "bundled"),
         *("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2"),
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
     ],
 )
 def test_bfloat16_is_within_transformers_own_error(kind, tiny, oracle):

@@ -1,5 +1,6 @@
-"""Families with Mamba 2 through the engine: requests beside each other, prompts in chunks, and a
-second turn that starts from a checkpoint give the tokens and log-probabilities of transformers.
+"""Families whose layers keep states, through the engine: requests beside each other, prompts in
+chunks, and a second turn that starts from a checkpoint give the tokens and log-probabilities of
+transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ def assert_as_transformers(model: torch.nn.Module, prompt: list[int], output: An
             assert abs(logprob.logprob - row[token].item()) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2"),
+        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
+    ],
+)
 def test_tokens_and_logprobs_are_those_of_transformers(kind: str, tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -166,18 +166,7 @@ def _memory(plan: Plan) -> list[tuple[str, int, str]]:
             uses[1] = ("  engines and frontend", plan.runtime_bytes, note)
             per_token = f"{format_bytes(room)} for each engine, {per_token}"
             room *= plan.num_engines
-    states = []
-    if plan.state_bytes:
-        each, at_most = f"{format_bytes(plan.state_bytes)} each", plan.num_state_checkpoints
-        running = plan.num_engines * plan.num_states
-        states = [
-            (f"  states of {running:,} requests", running * plan.state_bytes, each),
-            (
-                "  checkpoints of states",
-                plan.num_engines * at_most * plan.state_bytes,
-                f"at most, {at_most:,} of them (state_cache_memory_bytes)",
-            ),
-        ]
+    states = _states(plan)
     rest = plan.free_bytes - room - sum(size for _, size, _ in states)
     return [
         (memory + (", as named" if plan.memory_is_named else free), plan.memory_bytes, ""),
@@ -210,3 +199,22 @@ def plan_beneath(args: EngineArgs, arguments: dict[str, Any]) -> Iterator[None]:
             check_cache(args, plan)
             error.add_note(render(plan).rstrip())
         raise
+
+
+def _states(plan: Plan) -> list[tuple[str, int, str]]:
+    """Returns the lines of _memory for a model that keeps states of requests."""
+    if (states := plan.states) is None:
+        return []
+    number, count = plan.num_engines * states.num_requests, states.num_checkpoints
+    return [
+        (
+            f"  states of {number:,} requests",
+            number * states.bytes_of_one,
+            f"{format_bytes(states.bytes_of_one)} each",
+        ),
+        (
+            "  checkpoints of states",
+            plan.num_engines * count * states.bytes_of_one,
+            f"at most, {count:,} of them (state_cache_memory_bytes)",
+        ),
+    ]

@@ -58,6 +58,18 @@ CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
 NOT_COPIED = frozenset({"model", "max_model_len", "kv_cache_memory_bytes"})
 
 
+class States(msgspec.Struct, frozen=True):
+    """The states of requests, of one engine."""
+
+    bytes_of_one: int  # of a request
+    num_requests: int  # that have room for theirs
+    num_checkpoints: int  # that are kept at most
+
+    @property
+    def num_bytes(self) -> int:
+        return self.bytes_of_one * (self.num_requests + self.num_checkpoints)
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # as given by the user
     architecture: str
@@ -95,11 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int  # KV-cache blocks of the engine; 0: the engine would not start
     kv_cache_bytes: int
     longest_kv_cache_bytes: int  # of one sequence of `longest_context` tokens
-    # Of models whose layers keep states: the bytes of a request's, and how many requests and how
-    # many checkpoints have room for theirs.
-    state_bytes: int = 0
-    num_states: int = 0
-    num_state_checkpoints: int = 0
+    states: States | None = None  # of models whose layers keep any
     # Tokens of one sequence that fit, at most the model's context length. 0: the weights and one
     # block do not fit.
     longest_context: int
@@ -176,8 +184,7 @@ def make_plan(
     free = memory.total_bytes - memory.withheld_bytes - weights_bytes - runtime_bytes - step_bytes
     cache = _Cache(config, sizes, draft_block_bytes)
     room = _measure_room(config, cache, free // size)
-    # the engine on a GPU measures what is estimated here
-    is_exact = memory_bytes is not None and not memory.is_gpu
+    is_exact = memory_bytes is not None and not memory.is_gpu  # on a GPU the engine measures it
     flags = _flags(config, room.longest, room.cache_bytes if is_exact else None, given or {})
     as_bfloat16 = _flags_as_bfloat16(args, config, room.longest, memory_bytes, given or {})
     return Plan(
@@ -209,9 +216,7 @@ def make_plan(
         step_bytes=step_bytes,
         num_blocks=room.num_blocks,
         kv_cache_bytes=room.num_blocks * cache.block_bytes * size,
-        state_bytes=cache.state_bytes,
-        num_states=room.num_states,
-        num_state_checkpoints=room.num_checkpoints,
+        states=room.states,
         longest_kv_cache_bytes=cache.layout.most_blocks(room.longest) * cache.block_bytes * size,
         longest_context=room.longest,
         concurrency=room.concurrency,
@@ -248,22 +253,18 @@ class _Room(NamedTuple):
     longest: int  # sequence in tokens
     concurrency: dict[int, int]
     cache_bytes: int  # of one rank, for a machine whose memory is named
-    # of requests and of checkpoints that keep states; 0 of models that keep none
-    num_states: int
-    num_checkpoints: int
+    states: States | None
 
 
 def _measure_room(config: EngineConfig, cache: _Cache, free: int) -> _Room:
     """Measures what fits. `free` has the bytes of one rank for its cache, on a CPU also for
     activations.
     """
-    num_states = num_checkpoints = 0
-    if cache.state_bytes and free > 0:
-        with contextlib.suppress(NotEnoughMemoryError):
-            num_states, num_checkpoints = plan_states(config, cache.state_bytes, free)
+    states = _measure_states(config, cache.state_bytes, free)
+    if states is not None:
         if config.device_config.device == "cuda":  # a CPU's pages are taken when they are written
-            free -= (num_states + num_checkpoints) * cache.state_bytes
-        free = free if num_states else 0
+            free -= states.num_bytes
+        free = free if states.num_requests else 0
     affordable = affordable_blocks(config, cache.block_bytes, free) if free > 0 else 0
     hf_config = config.model_config.hf_config
     context = positions_of(hf_config) or model_context(hf_config)
@@ -275,12 +276,23 @@ def _measure_room(config: EngineConfig, cache: _Cache, free: int) -> _Room:
             num_blocks = plan_num_blocks(config, cache.block_bytes, free, cache.windows)
     lengths = sorted({*(length for length in CONTEXTS if length < longest), longest} - {0})
     most, usable = config.scheduler_config.max_num_seqs, (num_blocks or affordable) - 1
-    most = min(most, num_states) if cache.state_bytes else most
+    most = most if states is None else min(most, states.num_requests)
     concurrency = {
         length: min(most, usable // cache.layout.most_blocks(length)) for length in lengths
     }
     num_bytes = (num_blocks or affordable) * cache.block_bytes
-    return _Room(num_blocks, context, longest, concurrency, num_bytes, num_states, num_checkpoints)
+    return _Room(num_blocks, context, longest, concurrency, num_bytes, states)
+
+
+def _measure_states(config: EngineConfig, state_bytes: int, free: int) -> States | None:
+    """Measures the room for states; None for a model that keeps none."""
+    if not state_bytes:
+        return None
+    num_requests = num_checkpoints = 0
+    if free > 0:
+        with contextlib.suppress(NotEnoughMemoryError):
+            num_requests, num_checkpoints = plan_states(config, state_bytes, free)
+    return States(state_bytes, num_requests, num_checkpoints)
 
 
 def _runtime_bytes(

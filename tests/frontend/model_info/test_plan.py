@@ -17,7 +17,14 @@ from quire.frontend.cli.plan import render
 from quire.frontend.diagnosis.model import check_model, check_plan
 from quire.frontend.model_info import gguf_header
 from quire.frontend.model_info import plan as planning
-from quire.frontend.model_info.plan import CUDA_BYTES, RUNTIME_BYTES, Plan, make_plan, round_down
+from quire.frontend.model_info.plan import (
+    CUDA_BYTES,
+    RUNTIME_BYTES,
+    Plan,
+    States,
+    make_plan,
+    round_down,
+)
 from quire.ipc.errors import NotEnoughMemoryError
 from quire.ipc.models.memory_plan import free_of_share
 from quire.tests.executor.driver import start_executor
@@ -110,17 +117,15 @@ def test_states_of_requests_and_their_checkpoints_are_counted(tmp_path: Path) ->
     model = str(save_tiny_model(tmp_path, "granitemoehybrid"))
     arguments = {"dtype": "float32", "max_num_seqs": 3, "state_cache_memory_bytes": 2**18}
     stated, executor = plan(model, GIB, **arguments), start_executor(model, **arguments)
-    assert (stated.num_states, stated.num_state_checkpoints) == (
-        executor.max_num_seqs,
-        executor.num_state_checkpoints,
-    )
     num_bytes = 2 * (128 * 8 + 3 * 160) * 4  # of two mixers, in fp32
-    assert stated.state_bytes == num_bytes and stated.num_state_checkpoints == 2**18 // num_bytes
+    assert stated.states == States(num_bytes, 3, 2**18 // num_bytes)
+    assert (executor.max_num_seqs, executor.num_state_checkpoints) == (3, 2**18 // num_bytes)
     assert "states of 3 requests" in render(stated) and "checkpoints of states" in render(stated)
     # a quarter of what is left is for states of requests
     few = plan(model, stated.weights_bytes + RUNTIME_BYTES + 8 * num_bytes + 3, **arguments)
-    assert few.num_states == 2 and set(few.concurrency.values()) <= {0, 1, 2}
-    assert plan(str(save_tiny_model(tmp_path / "other")), GIB).state_bytes == 0
+    assert few.states is not None and few.states.num_requests == 2
+    assert set(few.concurrency.values()) <= {0, 1, 2}
+    assert plan(str(save_tiny_model(tmp_path / "other")), GIB).states is None
 
 
 def test_windows_multiply_the_requests_that_fit(tmp_path: Path) -> None:

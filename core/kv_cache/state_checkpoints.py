@@ -119,10 +119,16 @@ class StateCheckpoints:
         """The checkpoint from which members start that were not admitted yet."""
         return self._shared.get(family.request_id)
 
-    def share(self, family: Family, checkpoint: Checkpoint) -> None:
-        """Keeps a checkpoint of the prompt for members that were not admitted yet, if it is the
-        deepest so far. Those that have ended may have left blocks for the one before.
+    def share(self, request: Request, checkpoint: Checkpoint) -> None:
+        """Keeps a checkpoint that the request has taken or begins with for completions of its
+        prompt that were not admitted yet, if it is the deepest so far and not one of its output.
+        Completions that have ended may have left blocks for the one before.
         """
+        family = request.family
+        if family is None or not family.has_unstarted:
+            return
+        if checkpoint.num_tokens >= request.num_prompt_tokens:
+            return
         before = self._shared.get(family.request_id)
         if before is not None and before.num_tokens >= checkpoint.num_tokens:
             return
@@ -236,9 +242,7 @@ class StateCheckpoints:
             is_own_tail = is_tail and checkpoint.place == place
             if progress.tail is not None or is_own_tail:
                 self._replace_tail(progress, checkpoint if is_own_tail else None)
-            family = request.family
-            if family is not None and family.has_unstarted and stop < request.num_prompt_tokens:
-                self.share(family, checkpoint)
+            self.share(request, checkpoint)
             if not (self._is_cache or checkpoint.num_pins):
                 self._forget(checkpoint)
 

@@ -50,18 +50,19 @@ def update_from_output(
     surplus = count_surplus(state, step, result) if result.num_ahead else repeat(0)
     if result.grammar_s:
         errors = spend_on_grammars(state, step, result.grammar_s) | errors
-    for request, slot, num_sampled, num_expected, num_computed, num_surplus in zip(
+    for request, slot, num_sampled, num_expected, num_computed, num_preemptions, num_surplus in zip(
         step.requests,
         step.output.slots,
         result.num_sampled,
         step.num_expected,
         step.num_computed,
+        step.num_preemptions,
         surplus,
     ):
         token_ids = result.token_ids[cursor : cursor + num_sampled]
         cursor += num_sampled
         request.num_pending_tokens -= num_expected
-        is_running = request.status is running
+        is_running = request.status is running and request.num_preemptions == num_preemptions
         if num_surplus:
             num_computed -= take_back(state, request, num_surplus)
         if not is_running and request.is_finished:  # since the step was scheduled

@@ -46,6 +46,9 @@ class ScheduledStep:
     num_expected: list[int] = field(default_factory=list)
     # how many of the request's tokens are computed after the step
     num_computed: list[int] = field(default_factory=list)
+    # how often the request had been preempted: where the model has stages, it may start again
+    # before this step has run
+    num_preemptions: list[int] = field(default_factory=list)
     # rows that compute a prompt, or recompute a preempted request, with the number of their tokens
     prefills: list[tuple[Request, int]] = field(default_factory=list)
     # when its scheduling began and ended, by time.monotonic(), and the number of preemptions;
@@ -139,6 +142,7 @@ def add_row(
     request.num_computed_tokens = end = end + num_lookahead
     step.num_expected.append(num_expected)
     step.num_computed.append(end)
+    step.num_preemptions.append(request.num_preemptions)
     if len(state.waiting.owners) > 1:
         state.waiting.charge(request, num_tokens + num_lookahead)
     if computed < request.num_prompt_tokens or computed < request.num_computed_before_preemption:
@@ -356,7 +360,7 @@ def _admit(
         state.lora_slots.start(request.adapter, state.num_steps)
     if request.family is not None:
         request.family.note_start(request)
-        _share_checkpoint(state, request.family, start)
+        _share_checkpoint(state, request, request.family, start)
     if request.num_cached_tokens is None:  # else it was preempted
         _note_first_start(state, request, start)
     step.output.new_requests.append(
@@ -392,7 +396,9 @@ def _restore_state(
     checkpoints.begin(request, kept, start.num_shared)
 
 
-def _share_checkpoint(state: SchedulerState, family: Family, start: StartPoint) -> None:
+def _share_checkpoint(
+    state: SchedulerState, request: Request, family: Family, start: StartPoint
+) -> None:
     """The other members may start where the first one has started, at least."""
     checkpoints = state.kv_cache_manager.checkpoints
     if checkpoints is None:
@@ -400,7 +406,7 @@ def _share_checkpoint(state: SchedulerState, family: Family, start: StartPoint) 
     if not family.has_unstarted:
         checkpoints.unshare(family)
     elif start.checkpoint is not None:
-        checkpoints.share(family, start.checkpoint)
+        checkpoints.share(request, start.checkpoint)
 
 
 def _copy_partial_blocks(

@@ -246,6 +246,20 @@ def test_one_of_a_prompt_is_kept_for_its_other_completions(is_cache):
     assert places.depths() == ([96] if is_cache else [])
 
 
+def test_one_of_an_output_is_not_kept_for_other_completions():
+    """A completion that was preempted may begin with a checkpoint of its own output."""
+    places = Places()
+    request, sibling = (places.begin(list(range(300)), 90) for _ in range(2))
+    family = request.family = sibling.family = Family("f", [request, sibling])
+    places.compute(request, 0, 90)
+    decode(places, request, 90, 150)
+    deepest = places.checkpoints.find(request.block_hashes)
+    assert deepest is not None and deepest.num_tokens == 144
+    places.checkpoints.share(request, deepest)
+    shared = places.checkpoints.shared_by(family)
+    assert shared is not None and shared.num_tokens == 80
+
+
 def test_without_a_prefix_cache_a_request_takes_none():
     places = Places(is_cache=False)
     request = places.begin(list(range(900)), 300)

@@ -258,3 +258,25 @@ def test_an_error_names_its_parameter_or_has_a_line_in_the_log(error, caplog):
     (end,) = loop.rows.take(None)[0].finished
     assert (end.error, end.parameter) == (str(error), getattr(error, "parameter", None))
     assert ("the request r failed: it broke" in caplog.text) == (end.parameter is None)
+
+
+def test_a_step_before_a_preemption_computes_nothing_for_the_next_start():
+    """Where the model has stages, a request may start again while that step runs. Otherwise blocks
+    would count as filled that a later step fills.
+    """
+    loop = Loop(pipeline_parallel_size=3, max_num_batched_tokens=64)
+    loop.add("r", distinct(0, 200))
+    scheduler = loop.scheduler
+    before = scheduler.schedule()
+    result_before = loop.executor.execute_model(before.output)
+    request = scheduler.running.pop()
+    scheduler.preempt(request)
+    after = scheduler.schedule()
+    result_after = loop.executor.execute_model(after.output)
+    scheduler.update_from_output(before, result_before, loop.rows)
+    assert request.num_computed_tokens == 64 and request.num_executed_tokens == 0
+    scheduler.update_from_output(after, result_after, loop.rows)
+    assert request.num_executed_tokens == 64
+    loop.run()
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    assert loop.tokens["r"] == expected_output(distinct(0, 200), params, [], loop.config)[0]

@@ -59,6 +59,7 @@ def route_experts(
     scale: float,
     num_groups: int,
     top_groups: int,
+    group_best: int = 2,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the experts of each token: logits [T, E] fp32 -> ids [T, K] i32, all different, and
     weights [T, K] fp32; K = top_k.
@@ -66,9 +67,9 @@ def route_experts(
     A token's scores are softmax(logits) or sigmoid(logits), as `scoring` says. Its experts are
     those with the largest score + bias, in descending order, the lowest id first among equals; bias
     [E] fp32 counts for the choice alone (Wang et al. 2024). With num_groups > 1 the experts form
-    groups of E / num_groups >= 2 neighbours, and only the top_groups groups take part whose two
-    largest score + bias have the largest sum (DeepSeek-V3). The weights are the chosen scores,
-    divided by their sum plus 1e-20 if `renormalize`, times `scale`.
+    groups of E / num_groups >= 2 neighbours, and only the top_groups groups take part whose
+    group_best largest score + bias have the largest sum: 2 of them (DeepSeek-V3), or 1 (V2). The
+    weights are the chosen scores, divided by their sum plus 1e-20 if `renormalize`, times `scale`.
 
     Softmax with `renormalize` is also the softmax of the K largest logits (gpt-oss). A row with NaN
     gives arbitrary ids, all different, in [0, E); other rows are not affected.

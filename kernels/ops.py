@@ -24,6 +24,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .latent import latent_attention as latent_attention
+from .latent import pack_head_linear as pack_head_linear
+from .latent import store_latents as store_latents
 from .lora import add_lora as add_lora
 from .lora import add_lora_embedding as add_lora_embedding
 from .metadata import AttentionMetadata as AttentionMetadata
@@ -175,6 +178,15 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cach
     Element i is paired with i + R / 2, as in NeoX (Su et al. 2021). positions [T] i64, each in [0,
     max_position); cos_sin_cache [max_position, R] fp32: R / 2 cosines, then R / 2 sines. They are
     rounded to dtype before use, as in transformers.
+    """
+
+
+@operation
+def rotary_embedding_interleaved(
+    positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor
+) -> None:
+    """Does rotary_embedding with other pairs: element 2 * i is paired with 2 * i + 1, as in GPT-J.
+    The cache is the same.
     """
 
 

@@ -9,6 +9,7 @@ from . import (
     encoder,
     gguf_linear,
     grammar,
+    latent,
     linear,
     lora,
     moe,

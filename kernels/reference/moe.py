@@ -32,13 +32,14 @@ def route_experts(
     scale: float,
     num_groups: int,
     top_groups: int,
+    group_best: int = 2,
 ) -> tuple[Tensor, Tensor]:
     scores = {"softmax": lambda: logits.softmax(-1), "sigmoid": logits.sigmoid}[scoring]()
     # The order of logits is that of scores, but has no ties by rounding.
     choice = scores + bias if bias is not None else logits if num_groups == 1 else scores
     if num_groups > 1:
         groups = choice.unflatten(-1, (num_groups, -1))
-        of_groups = groups.topk(2).values.sum(-1)
+        of_groups = groups.topk(group_best).values.sum(-1)
         last = of_groups.sort(descending=True, stable=True).indices[:, top_groups:]
         excluded = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, last, True)
         choice = groups.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1)

@@ -16,6 +16,7 @@ if find_spec("triton") is not None:
         activation,
         attention,
         kv_cache,
+        latent,
         linear,
         logits,
         logprobs,

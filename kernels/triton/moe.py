@@ -49,6 +49,7 @@ def route_kernel(
     HAS_BIAS: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
 ):
     """A program routes one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -73,9 +74,11 @@ def route_kernel(
         sums = tl.full([BLOCK], float("-inf"), tl.float32)  # of groups
         for group in range(GROUPS):
             mine = tl.where(group_of == group, choice, float("-inf"))
-            first = tl.argmax(mine, 0)
-            second = tl.max(tl.where(expert == first, float("-inf"), mine), 0)
-            sums = tl.where(expert == group, tl.max(mine, 0) + second, sums)
+            total = tl.max(mine, 0)
+            if GROUP_BEST == 2:
+                first = tl.argmax(mine, 0)
+                total += tl.max(tl.where(expert == first, float("-inf"), mine), 0)
+            sums = tl.where(expert == group, total, sums)
         for _ in range(TOP_GROUPS):
             best = tl.argmax(sums, 0)
             kept = kept | (group_of == best)
@@ -105,6 +108,7 @@ def route_experts(
     scale: float,
     num_groups: int,
     top_groups: int,
+    group_best: int = 2,
 ) -> tuple[Tensor, Tensor]:
     num_tokens, count = logits.shape
     ids = logits.new_empty(num_tokens, top_k, dtype=torch.int32)
@@ -126,6 +130,7 @@ def route_experts(
             HAS_BIAS=bias is not None,
             GROUPS=num_groups,
             TOP_GROUPS=top_groups,
+            GROUP_BEST=group_best,
             **PLAIN,
         )
     return ids, weights

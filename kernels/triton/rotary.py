@@ -19,6 +19,57 @@ from .kv_cache import in_type_of
 
 
 @triton.jit
+def interleaved_kernel(
+    positions_ptr,
+    x_ptr,
+    cos_sin_ptr,
+    x_stride,
+    x_head_stride,
+    heads,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """A program rotates HEADS of the `heads` heads of a token, in pairs of neighbours."""
+    token = tl.program_id(0).to(tl.int64)
+    head, pair = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK)
+    is_pair = pair < HALF
+    mask = (head < heads)[:, None] & is_pair[None, :]
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    angles = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF) + pair
+    cos = tl.load(angles, mask=is_pair, other=0.0).to(dtype).to(tl.float32)
+    sin = tl.load(angles + HALF, mask=is_pair, other=0.0).to(dtype).to(tl.float32)
+    x_ptrs = x_ptr + token * x_stride + head[:, None] * x_head_stride + 2 * pair[None, :]
+    a = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x_ptrs + 1, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x_ptrs, (a * cos[None, :] - b * sin[None, :]).to(dtype), mask=mask)
+    tl.store(x_ptrs + 1, (b * cos[None, :] + a * sin[None, :]).to(dtype), mask=mask)
+
+
+@register("rotary_embedding_interleaved", name="triton", predicate=is_cuda, priority=PRIORITY)
+def rotary_embedding_interleaved(
+    positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor
+) -> None:
+    half = cos_sin_cache.shape[1] // 2
+    block = triton.next_power_of_2(half)
+    at_once = max(1, TILE // block)
+    for x in (query, key):
+        num_tokens, heads = x.shape[:2]
+        if num_tokens * heads:
+            interleaved_kernel[num_tokens, triton.cdiv(heads, at_once)](
+                positions,
+                x,
+                cos_sin_cache,
+                *x.stride()[:2],
+                heads,
+                HALF=half,
+                BLOCK=block,
+                HEADS=at_once,
+                **PLAIN,
+            )
+
+
+@triton.jit
 def _weigh(x, scale, weight_ptr, column, mask):
     """x [HEADS, n] in the model's dtype, scale [HEADS] f32 -> x * scale * weight, rounded to the
     weight's dtype before the last product and to x's after it.

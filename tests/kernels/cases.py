@@ -14,6 +14,7 @@ from quire.kernels.reference.gguf_blocks import dequantize
 from quire.tests.kernels.attention_cases import paged_attention
 from quire.tests.kernels.case import Case, rand, random_blocks
 from quire.tests.kernels.encoder_cases import ENCODER_OPS
+from quire.tests.kernels.latent_cases import LATENT_OPS
 from quire.tests.kernels.lora_cases import LORA_OPS
 from quire.tests.kernels.moe_cases import add_gated, fused_moe
 from quire.tests.kernels.state_rows_cases import STATE_ROW_OPS
@@ -264,6 +265,30 @@ def gelu_tanh_and_mul(dtype: torch.dtype) -> list[Case]:
     ]
 
 
+def rotary_embedding_interleaved(dtype: torch.dtype) -> list[Case]:
+    """The cases of rotary_embedding, as transformers' apply_rotary_pos_emb_interleave: it turns
+    pairs into halves.
+    """
+
+    def own(positions: Tensor, query: Tensor, key: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
+        size = cache.shape[1]
+
+        def in_halves(x: Tensor) -> Tensor:
+            halves = x[..., :size].unflatten(-1, (-1, 2)).mT.flatten(-2)
+            return torch.cat((halves, x[..., size:]), -1)
+
+        def in_pairs(x: Tensor) -> Tensor:
+            pairs = x[..., :size].unflatten(-1, (2, -1)).mT.flatten(-2)
+            return torch.cat((pairs, x[..., size:]), -1)
+
+        rotated = case.torch_own(positions, in_halves(query), in_halves(key), cache)
+        return in_pairs(rotated[0]), in_pairs(rotated[1])
+
+    found = rotary_embedding(dtype)
+    case = found[0]
+    return [Case(one.name, one.args, own, one.in_place) for one in found]
+
+
 def rotary_embedding(dtype: torch.dtype) -> list[Case]:
     def own(positions: Tensor, query: Tensor, key: Tensor, cache: Tensor) -> tuple[Tensor, ...]:
         """transformers' apply_rotary_pos_emb"""
@@ -472,6 +497,7 @@ MODEL_OPS = (
             add_gated,
             fused_moe,
             rotary_embedding,
+            rotary_embedding_interleaved,
             reshape_and_cache,
             fused_qk_rope_reshape_and_cache,
             copy_blocks,
@@ -479,6 +505,7 @@ MODEL_OPS = (
         )
     }
     | ENCODER_OPS
+    | LATENT_OPS
     | LORA_OPS
     | STATE_ROW_OPS
 )

@@ -52,19 +52,21 @@ def test_softmax_with_and_without_renormalising(route_experts, tokens, experts, 
 
 @each("route_experts")
 @pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (8, 3), (8, 8), (2, 1)])
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_sigmoid_with_bias_and_groups(route_experts, num_groups, top_groups, renormalize):
-    """As DeepSeek-V3 routes, written with a loop."""
+@pytest.mark.parametrize(("group_best", "renormalize"), [(2, False), (2, True), (1, False)])
+def test_sigmoid_with_bias_and_groups(
+    route_experts, num_groups, top_groups, group_best, renormalize
+):
+    """As DeepSeek-V3 routes, written with a loop; and with the best of each group, as V2."""
     torch.manual_seed(1)
     logits, bias = torch.randn(30, 32), 0.3 * torch.randn(32)
     ids, weights = route_experts(
-        logits, bias, 4, "sigmoid", renormalize, 1.7, num_groups, top_groups
+        logits, bias, 4, "sigmoid", renormalize, 1.7, num_groups, top_groups, group_best
     )
     size = 32 // num_groups
     for token in range(30):
         scores = logits[token].sigmoid()
         choice = (scores + bias).tolist()
-        groups = [sorted(choice[g * size : (g + 1) * size])[-2:] for g in range(num_groups)]
+        groups = [sorted(choice[g * size :][:size])[-group_best:] for g in range(num_groups)]
         kept = sorted(range(num_groups), key=lambda g: -sum(groups[g]))[:top_groups]
         expected = sorted((e for e in range(32) if e // size in kept), key=lambda e: -choice[e])[:4]
         assert ids[token].tolist() == expected

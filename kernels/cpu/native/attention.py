@@ -64,6 +64,11 @@ def paged_attention(
         scale=scale,
         softcap=softcap,
         sinks=sinks,
+        rotary_query=None,
+        rotary_query_row=0,
+        rotary_query_head=0,
+        value_dim=query.shape[2],
+        head_parts=1,
     )
     return out
 

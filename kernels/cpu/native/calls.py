@@ -17,7 +17,14 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-HEADERS = ("abi.h", "abi_lora.h", "abi_drafts.h", "abi_ranks.h", "abi_states.h")
+HEADERS = (
+    "abi.h",
+    "abi_experts.h",
+    "abi_lora.h",
+    "abi_drafts.h",
+    "abi_ranks.h",
+    "abi_states.h",
+)
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
 
 _TYPES: dict[str, type] = {"int32_t": c_int32, "int64_t": c_int64, "double": c_double}

@@ -56,6 +56,7 @@ def route_experts(
     scale: float,
     num_groups: int,
     top_groups: int,
+    group_best: int = 2,
 ) -> tuple[Tensor, Tensor]:
     _check_count(logits.shape[1])
     ids = empty(len(logits), top_k, dtype=torch.int32)
@@ -74,6 +75,7 @@ def route_experts(
         renormalize=renormalize,
         num_groups=num_groups,
         top_groups=top_groups,
+        group_best=group_best,
         scale=scale,
     )
     return ids, weights

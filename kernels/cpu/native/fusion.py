@@ -94,7 +94,9 @@ def _activate(calls: list[Any], index: int, uses: list[tuple[int, str]]) -> None
 def _rotate_and_write(calls: list[Any], index: int) -> None:
     """Fuses Rotary with WriteKv of the key that it rotates."""
     rotary, write = calls[index - 1], calls[index]
-    if type(rotary) is not Rotary or (rotary.key, rotary.key_row, rotary.key_head) != (
+    if type(rotary) is not Rotary or rotary.op != Op.ROTARY:
+        return
+    if (rotary.key, rotary.key_row, rotary.key_head) != (
         write.key,
         write.key_row,
         write.key_head,

@@ -16,9 +16,20 @@ from .tensors import CACHE_DTYPES, PRIORITY, has_native_cache, is_native
 
 @register("rotary_embedding", name="native", predicate=is_native, priority=PRIORITY)
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
+    _rotate(Op.ROTARY, positions, query, key, cos_sin_cache)
+
+
+@register("rotary_embedding_interleaved", name="native", predicate=is_native, priority=PRIORITY)
+def rotary_embedding_interleaved(
+    positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor
+) -> None:
+    _rotate(Op.ROTARY_INTERLEAVED, positions, query, key, cos_sin_cache)
+
+
+def _rotate(op: Op, positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
     run_call(
         Rotary,
-        Op.ROTARY,
+        op,
         query,
         Step(num_tokens=query.shape[0], positions=positions.data_ptr()),
         query=query,

@@ -95,6 +95,9 @@ enum Op : int32_t {
     OP_GATED_DELTA_RULE,
     OP_SELECTIVE_SCAN,
     OP_SCALE_BY_EXPERT,
+    OP_ROTARY_INTERLEAVED,
+    OP_WRITE_LATENTS,
+    OP_HEADS_LINEAR,
     NUM_OPS,
 };
 
@@ -228,8 +231,8 @@ struct GatherRows : Call {
 };
 
 // In place: rotates the first rotary_dim elements of each head by the step's positions, i paired
-// with i + rotary_dim / 2. query [rows, heads, .], key [rows, kv_heads, .]; cos_sin [., rotary_dim]
-// fp32, cosines before sines.
+// with i + rotary_dim / 2, or 2 * i with 2 * i + 1 for OP_ROTARY_INTERLEAVED. query [rows, heads,
+// .], key [rows, kv_heads, .]; cos_sin [., rotary_dim] fp32, cosines before sines.
 struct Rotary : Call {
     void* query;
     void* key;
@@ -253,6 +256,15 @@ struct WriteKv : Call {
     int64_t group;        // of the layer, see Step
 };
 
+// latent [rows, rank] and key [rows, rotary_dim] -> the step's slots of the cache [slots, rank +
+// rotary_dim]. A negative slot is not written.
+struct WriteLatents : Call {
+    const void* latent;
+    const void* key;
+    void* cache;
+    int64_t latent_row, key_row, rank, rotary_dim, group;
+};
+
 // Rotary, then WriteKv of the rotated key.
 struct RotaryAndWriteKv : Rotary {
     const void* value;
@@ -264,10 +276,10 @@ struct RotaryAndWriteKv : Rotary {
 };
 
 // query [rows, heads, head_dim] over the context in the caches [blocks, block_size, kv_heads,
-// head_dim] -> out, contiguous. head_dim is a multiple of 8, at most 512. cache_block and
-// cache_dtype: as in WriteKv. sliding_window: the number of positions a token sees, up to and
-// including its own; 0: all. softcap c replaces a logit x by c tanh(x / c); 0: no change. sinks
-// [heads], unless null: one more logit of each head's softmax, without a value.
+// head_dim] -> out, contiguous. head_dim is a multiple of 8, at most MAX_HEAD_DIM (kv_cache.inl).
+// cache_block and cache_dtype: as in WriteKv. sliding_window: the number of positions a token sees,
+// up to and including its own; 0: all. softcap c replaces a logit x by c tanh(x / c); 0: no change.
+// sinks [heads], unless null: one more logit of each head's softmax, without a value.
 struct Attention : Call {
     const void* query;
     const void* key_cache;
@@ -278,11 +290,18 @@ struct Attention : Call {
     int64_t cache_dtype, group;
     double scale, softcap;
     const float* sinks;
+    // Of latent attention (kernels/latent.py), where key_cache is value_cache: a value is the first
+    // value_dim numbers of its key, and out is [rows, heads, value_dim]; query holds the first
+    // value_dim numbers of a query, rotary_query [rows, heads, head_dim - value_dim] the others.
+    // Else value_dim is head_dim, and rotary_query null.
+    const void* rotary_query;
+    int64_t rotary_query_row, rotary_query_head, value_dim;
+    int64_t head_parts;  // items into which the query heads of a KV head are divided
 };
 
 // query [rows, heads, head_dim] over key and value [rows, kv_heads, head_dim] of the same request
-// -> out, contiguous; requests are those of the step's query_start_loc. head_dim is a multiple of 8,
-// at most 256.
+// -> out, contiguous; requests are those of the step's query_start_loc. head_dim is a multiple of
+// 8, at most 256.
 // window: the largest distance that a token sees; 0: all. bias [heads, 2 * bias_distance + 1],
 // unless null, as in encoder_attention (kernels/encoder.py).
 struct EncoderAttention : Call {
@@ -326,6 +345,12 @@ struct Linear : Call {
     int32_t epilogue;               // Epilogue
     int32_t out_dtype;              // Dtype of out: that of the activations, or F32
     double gate_scale, gate_limit;  // of GATED_CLAMPED
+};
+
+// A linear layer of each head: x [rows, heads, in_features] -> out [rows, heads, out_features]. The
+// weight of a head, packed, begins head_bytes after that of the one before. There is no bias.
+struct HeadsLinear : Linear {
+    int64_t x_head, out_head, head_bytes, heads;
 };
 
 // logits fp32 [rows, vocab_size] -> out [rows]: the lowest index of each row's largest logit;
@@ -393,82 +418,6 @@ struct NextTokens : Call {
     uint8_t* kept_finite;
     int64_t* draw_positions;
     int64_t block_size, is_last;
-};
-
-constexpr int64_t MAX_EXPERTS = 1024;  // of a layer
-
-// logits fp32 [rows, count] -> ids and weights [rows, top_k], as route_experts (kernels/moe.py);
-// bias [count] or null. count is at most MAX_EXPERTS.
-struct RouteExperts : Call {
-    const float* logits;
-    const float* bias;
-    int32_t* ids;
-    float* weights;
-    int64_t logits_row, count, top_k, is_sigmoid, renormalize, num_groups, top_groups;
-    double scale;
-};
-
-// Orders the pairs of row and expert, ids [rows, top_k], by expert: those of expert e have the
-// places starts[e] to starts[e + 1], ascending by row. tokens [rows * top_k]: the row of each
-// place; places [rows, top_k]: the place of each pair. counts [count], unless null: as in
-// CountExperts.
-struct SortByExpert : Call {
-    const int32_t* ids;
-    int32_t* starts;
-    int32_t* tokens;
-    int32_t* places;
-    int64_t* counts;
-    int64_t count, top_k;
-};
-
-// counts [count] += how many of ids [rows, top_k] name each expert, as count_experts
-// (kernels/moe.py); slots [rows] or null.
-struct CountExperts : Call {
-    const int32_t* ids;
-    const int64_t* slots;
-    int64_t* counts;
-    int64_t count, top_k;
-};
-
-// x fp32 [rows * top_k, size] in the order of SortByExpert -> out [rows, size]: the sum of each
-// row's pairs, times weights [rows, top_k], in their order.
-struct CombineExperts : Call {
-    const float* x;
-    const int32_t* places;
-    const float* weights;
-    void* out;
-    int64_t x_row, out_row, size, top_k;
-};
-
-// In place: out += sigmoid(gate) * x; x and out [rows, size], gate fp32 [rows].
-struct AddGated : Call {
-    const void* x;
-    const float* gate;
-    void* out;
-    int64_t x_row, gate_row, out_row, size;
-};
-
-// In place: weights [rows, top_k] times the scale of each of ids, both contiguous; scales [experts].
-struct ScaleByExpert : Call {
-    float* weights;
-    const int32_t* ids;
-    const float* scales;
-    int64_t top_k;
-};
-
-// A linear layer of each of `count` experts, all of the same kind and size, for their places in the
-// order of SortByExpert: out [places, .]. `kind`, for OP_EXPERTS_LINEAR_BLOCKS: the Op of one
-// layer.
-// x [places, in_features], or with `tokens` x [rows, in_features], whose row tokens[place] belongs
-// to a place. weights, scales and biases [count] hold the members of Linear and QuantizedLinear of
-// each expert; the members themselves are null. The call's rows are tokens, with top_k places each.
-struct ExpertsLinear : QuantizedLinear {
-    const int64_t* weights;  // addresses, as all_scales and biases
-    const int64_t* all_scales;
-    const int64_t* biases;
-    const int32_t* starts;
-    const int32_t* tokens;
-    int64_t count, top_k, kind;
 };
 
 // A function of a plugin (include/quire/plugin.h), called with what lies from data0 on.

@@ -24,7 +24,8 @@ struct Request {
 struct Plan {
     const VisibleRange range;
     Request* requests;
-    int64_t num_requests, tokens_per_tile, group, kv_heads;
+    int64_t num_requests, tokens_per_tile, group;
+    int64_t kv_heads;  // parts of one count each
     int64_t num_items = 0, num_joins = 0;
     int64_t num_partials = 0;  // rows
 
@@ -38,8 +39,8 @@ struct Plan {
         : range{a.sliding_window ? a.sliding_window : EVERYTHING, (float)(a.softcap * LOG2_E)} {
         requests = (Request*)memory;
         num_requests = step.num_requests;
-        group = a.heads / a.kv_heads;
-        kv_heads = a.kv_heads;
+        kv_heads = a.kv_heads * a.head_parts;
+        group = a.heads / kv_heads;
         tokens_per_tile = std::max<int64_t>(1, ITEM_ROWS / group);
         int64_t total = 0;
         for (int64_t i = 0; i < num_requests; i++) {
@@ -104,6 +105,7 @@ struct Attender {
     const int64_t running_row;
     float *total, *piece;  // [rows, running_row]
     int64_t* positions;    // [rows]
+    T whole_query[MAX_HEAD_DIM];
     Rows rows;
     // the decode that this thread probably takes next, and its KV head
     const Request* soon = nullptr;
@@ -111,7 +113,7 @@ struct Attender {
     bool asked = false;  // the first tile of the next item has been prefetched
 
     static int64_t running_row_of(const Attention& a) {
-        return Running::VALUES + Rows::value_row_of(a.head_dim);
+        return Running::VALUES + Rows::value_row_of(a.value_dim);
     }
     static int64_t max_rows(const Attention& a) {
         return std::max(ITEM_ROWS, a.heads / a.kv_heads);
@@ -121,7 +123,7 @@ struct Attender {
                         64);
     }
     static size_t bytes(const Attention& a) {
-        return own_bytes(a) + Rows::bytes(a.head_dim, max_rows(a));
+        return own_bytes(a) + Rows::bytes(a.head_dim, a.value_dim, max_rows(a));
     }
 
     Attender(const Attention& a, const Step& step, const Plan& plan, char* memory)
@@ -132,16 +134,26 @@ struct Attender {
           total((float*)memory),
           piece(total + max_rows(a) * running_row),
           positions((int64_t*)(piece + max_rows(a) * running_row)),
-          rows(a.head_dim, a.scale * LOG2_E / (IS_SCALED<C> ? hadamard_size(a.head_dim) : 1),
-               plan.range, max_rows(a), memory + own_bytes(a)) {}
+          rows(a.head_dim, a.value_dim,
+               a.scale * LOG2_E / (IS_SCALED<C> ? hadamard_size(a.head_dim) : 1), plan.range,
+               max_rows(a), memory + own_bytes(a)) {}
+
+    const T* query_of(int64_t token, int64_t head) {
+        const T* query = (const T*)a.query + token * a.query_row + head * a.query_head;
+        if (!a.rotary_query) return query;
+        std::memcpy(whole_query, query, a.value_dim * sizeof(T));
+        std::memcpy(
+            whole_query + a.value_dim,
+            (const T*)a.rotary_query + token * a.rotary_query_row + head * a.rotary_query_head,
+            (a.head_dim - a.value_dim) * sizeof(T));
+        return whole_query;
+    }
 
     // Row: token * group + head.
     void load_queries(const Request& r, int64_t token, int64_t num_rows, int64_t kv_head) {
         for (int64_t row = 0; row < num_rows; row++) {
             int64_t in_tile = row / plan.group, head = kv_head * plan.group + row % plan.group;
-            rows.set_query(row, num_rows,
-                           (const T*)a.query + (r.first_token + token + in_tile) * a.query_row +
-                               head * a.query_head);
+            rows.set_query(row, num_rows, query_of(r.first_token + token + in_tile, head));
             positions[row] = r.context - r.num_tokens + token + in_tile;
         }
     }
@@ -152,20 +164,20 @@ struct Attender {
         const int32_t* blocks =
             step.block_tables + a.group * step.block_table_group + r.index * step.block_table_row;
         const BlockLayout<C> layout{a.block_size, a.kv_heads, a.head_dim, a.cache_block};
-        const int64_t slot_size = a.kv_heads * a.head_dim;
+        const int64_t slot_size = a.kv_heads * a.head_dim, head = kv_head / a.head_parts;
         slots.count = (int)std::min<int64_t>(KEYS, std::max<int64_t>(end - start, 0));
         for (int key = 0; key < slots.count;) {
             int64_t block = (start + key) / a.block_size, offset = (start + key) % a.block_size;
-            const C *keys = layout.numbers(a.key_cache, blocks[block], offset, kv_head),
-                    *values = layout.numbers(a.value_cache, blocks[block], offset, kv_head);
+            const C *keys = layout.numbers(a.key_cache, blocks[block], offset, head),
+                    *values = layout.numbers(a.value_cache, blocks[block], offset, head);
             int start_key = key,
                 stop = (int)std::min<int64_t>(slots.count, key + a.block_size - offset);
             for (; key < stop; key++, keys += slot_size, values += slot_size)
                 slots.keys[key] = keys, slots.values[key] = values;
             if constexpr (IS_SCALED<C>) {
-                const float* key_scales = layout.scale(a.key_cache, blocks[block], offset, kv_head);
+                const float* key_scales = layout.scale(a.key_cache, blocks[block], offset, head);
                 const float* value_scales =
-                    layout.scale(a.value_cache, blocks[block], offset, kv_head);
+                    layout.scale(a.value_cache, blocks[block], offset, head);
                 for (int i = start_key; i < stop; i++)
                     slots.key_scales[i] = key_scales++, slots.value_scales[i] = value_scales++;
             }
@@ -218,7 +230,7 @@ struct Attender {
         if (a.sinks) Running::divide_with_sink(sums, running_row, (float)(a.sinks[head] * LOG2_E));
         else Running::divide(sums, running_row);
         rows.store(sums, (T*)a.out + ((r.first_token + token + row / plan.group) * a.heads + head) *
-                                         a.head_dim);
+                                         a.value_dim);
     }
 
     // A tile's rows in the shared memory of pieces.

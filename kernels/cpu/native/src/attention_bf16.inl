@@ -8,32 +8,36 @@ struct Bf16Rows {
     using T = uint16_t;
     static constexpr int ROWS = Products::ROWS;
 
-    // depth: head_dim rounded up to a multiple of 32 and padded with zeros
-    const int64_t head_dim, depth;
+    // depth and value_depth: the sizes rounded up to a multiple of 32, padded with zeros
+    const int64_t head_dim, value_dim, depth, value_depth;
     const float scale;
     const VisibleRange range;
     T* q;       // in the layout of Products, `depth` numbers per row
     T* keys;    // transposed: [depth / 2][KEYS] pairs
-    T* values;  // [KEYS / 2][depth] pairs of keys
+    T* values;  // [KEYS / 2][value_depth] pairs of keys
     Scales<C> scales;
     Fetch<C> next_keys, next_values;
     int64_t start;
     bool is_finite;
     Products products;
 
-    static int64_t value_row_of(int64_t head_dim) { return round_up(head_dim, 32); }
-    static size_t bytes(int64_t head_dim, int64_t max_rows) {
-        return (max_rows + 2 * KEYS) * value_row_of(head_dim) * sizeof(T);
+    static int64_t value_row_of(int64_t value_dim) { return round_up(value_dim, 32); }
+    static size_t bytes(int64_t head_dim, int64_t value_dim, int64_t max_rows) {
+        const int64_t keys_and_rows = (max_rows + KEYS) * round_up(head_dim, 32);
+        return (keys_and_rows + KEYS * value_row_of(value_dim)) * sizeof(T);
     }
-    Bf16Rows(int64_t head_dim, double scale, VisibleRange range, int64_t max_rows, char* memory)
+    Bf16Rows(int64_t head_dim, int64_t value_dim, double scale, VisibleRange range,
+             int64_t max_rows, char* memory)
         : head_dim(head_dim),
-          depth(value_row_of(head_dim)),
+          value_dim(value_dim),
+          depth(round_up(head_dim, 32)),
+          value_depth(value_row_of(value_dim)),
           scale((float)scale),
           range(range),
           q((T*)memory),
           keys(q + max_rows * depth),
           values(keys + KEYS * depth) {
-        std::memset(memory, 0, bytes(head_dim, max_rows));
+        std::memset(memory, 0, bytes(head_dim, value_dim, max_rows));
     }
 
     void set_query(int64_t row, int64_t num_rows, const T* from) {
@@ -56,13 +60,13 @@ struct Bf16Rows {
         static const C zeros[MAX_HEAD_DIM] = {};
         start = tile_start;
         next_keys.start(following.keys, following.count, head_dim);
-        next_values.start(following.values, following.count, head_dim);
+        next_values.start(following.values, following.count, value_dim);
         transpose_keys(slots, head_dim, keys);
         for (int key = slots.count; key < KEYS; key++) slots.values[key] = zeros;
         for (int key = 0; key < KEYS; key += 2)
-            pair_values(slots.values[key], slots.values[key + 1], values + key * depth);
+            pair_values(slots.values[key], slots.values[key + 1], values + key * value_depth);
         scales.load(slots, following, seen_by_all);
-        is_finite = IS_SCALED<C> || seen_by_all || all_finite(values, KEYS * depth);
+        is_finite = IS_SCALED<C> || seen_by_all || all_finite(values, KEYS * value_depth);
     }
 
     // positions [num_rows], ascending; running: the rows' Running, running_row floats apart.
@@ -75,20 +79,20 @@ struct Bf16Rows {
     // Stores a finished row, after Running::divide.
     void store(const float* row, T* out) const {
         T padded[MAX_HEAD_DIM + 32];
-        for (int64_t d = 0; d < head_dim; d += Vec::LANES)
+        for (int64_t d = 0; d < value_dim; d += Vec::LANES)
             Vec::load(row + Running::VALUES + d).store(padded + d);
-        std::memcpy(out, padded, head_dim * sizeof(T));
+        std::memcpy(out, padded, value_dim * sizeof(T));
     }
 
 private:
     void pair_values(const int8_t* first, const int8_t* second, T* out) const {
         T widened[2][MAX_HEAD_DIM];
-        widen_row(first, head_dim, widened[0]);
-        widen_row(second, head_dim, widened[1]);
+        widen_row(first, value_dim, widened[0]);
+        widen_row(second, value_dim, widened[1]);
         pair_values(widened[0], widened[1], out);
     }
     void pair_values(const T* first, const T* second, T* out) const {
-        for (int64_t d = 0; d < head_dim; d += 8) {
+        for (int64_t d = 0; d < value_dim; d += 8) {
             __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(first + d)));
             __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(second + d)));
             _mm256_storeu_si256((__m256i*)(out + 2 * d),
@@ -112,19 +116,19 @@ private:
         scales.scale_seen(rows, weights, hidden, visible);
         float* sums = running + Running::VALUES;
         if (is_finite || (visible[0] == visible[rows - 1] && hidden[rows - 1] == 0)) {
-            products.add_values(rows, weights, values, depth, num_keys, decay, sums, running_row,
-                                next_values);
+            products.add_values(rows, weights, values, value_depth, num_keys, decay, sums,
+                                running_row, next_values);
             return;
         }
         // 0 * NaN is not 0: a row must not multiply a value that it does not see
         for (int r = 0; r < rows; r++) {
             T seen[KEYS * MAX_HEAD_DIM];
-            std::memcpy(seen, values, KEYS * depth * sizeof(T));
+            std::memcpy(seen, values, KEYS * value_depth * sizeof(T));
             for (int key = 0; key < KEYS; key++)
                 if (key < hidden[r] || key >= visible[r])
-                    for (int64_t d = 0; d < depth; d++)
-                        seen[(key / 2 * depth + d) * 2 + key % 2] = 0;
-            products.add_values(1, weights + r * KEYS, seen, depth, num_keys, decay + r,
+                    for (int64_t d = 0; d < value_depth; d++)
+                        seen[(key / 2 * value_depth + d) * 2 + key % 2] = 0;
+            products.add_values(1, weights + r * KEYS, seen, value_depth, num_keys, decay + r,
                                 sums + r * running_row, running_row, next_values);
         }
     }

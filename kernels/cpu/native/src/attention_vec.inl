@@ -106,25 +106,27 @@ struct VecRows {
     // rows whose sums are held at once, times 2 vectors; with 6, compilers run out of 16 registers
     static constexpr int ROWS = 5;
 
-    const int64_t head_dim, value_row;
+    const int64_t head_dim, value_dim, value_row;
     const float scale;
     const VisibleRange range;
     float* q;   // [head_dim][size] for each block of ROWS rows; the last has size <= ROWS
     T* keys;    // transposed
-    T* values;  // [KEYS, value_row]; zeros from head_dim on
+    T* values;  // [KEYS, value_row]; what is past value_dim is not read
     Scales<C> scales;
     Fetch<C> next_keys, next_values;
     int64_t start;
     bool is_finite;
 
-    static int64_t value_row_of(int64_t head_dim) { return round_up(head_dim, 2 * Vec::LANES); }
-    static size_t bytes(int64_t head_dim, int64_t max_rows) {
+    static int64_t value_row_of(int64_t value_dim) { return round_up(value_dim, 2 * Vec::LANES); }
+    static size_t bytes(int64_t head_dim, int64_t value_dim, int64_t max_rows) {
         return max_rows * head_dim * sizeof(float) +
-               KEYS * (head_dim + value_row_of(head_dim)) * sizeof(T);
+               KEYS * (head_dim + value_row_of(value_dim)) * sizeof(T);
     }
-    VecRows(int64_t head_dim, double scale, VisibleRange range, int64_t max_rows, char* memory)
+    VecRows(int64_t head_dim, int64_t value_dim, double scale, VisibleRange range, int64_t max_rows,
+            char* memory)
         : head_dim(head_dim),
-          value_row(value_row_of(head_dim)),
+          value_dim(value_dim),
+          value_row(value_row_of(value_dim)),
           scale((float)scale),
           range(range),
           q((float*)memory),
@@ -147,10 +149,10 @@ struct VecRows {
     void load(Slots<C>& slots, const Slots<C>& following, int64_t tile_start, bool seen_by_all) {
         start = tile_start;
         next_keys.start(following.keys, following.count, head_dim);
-        next_values.start(following.values, following.count, head_dim);
+        next_values.start(following.values, following.count, value_dim);
         transpose_keys(slots, head_dim, keys);
         for (int key = 0; key < slots.count; key++)
-            copy_row(slots.values[key], head_dim, values + key * value_row);
+            copy_row(slots.values[key], round_up(value_dim, 8), values + key * value_row);
         scales.load(slots, following, seen_by_all);
         is_finite = IS_SCALED<C> || seen_by_all || all_finite(values, slots.count * value_row);
     }
@@ -167,10 +169,10 @@ struct VecRows {
     // Stores a finished row, after Running::divide.
     void store(const float* row, T* out) const {
         T padded[MAX_HEAD_DIM + 2 * Vec::LANES];
-        for (int64_t d = 0; d < head_dim; d += 2 * Vec::LANES)
+        for (int64_t d = 0; d < value_dim; d += 2 * Vec::LANES)
             Pairs<T>::store(Vec::load(row + Running::VALUES + d),
                             Vec::load(row + Running::VALUES + d + Vec::LANES), padded + d);
-        std::memcpy(out, padded, head_dim * sizeof(T));
+        std::memcpy(out, padded, value_dim * sizeof(T));
     }
 
 private:

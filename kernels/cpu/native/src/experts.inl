@@ -30,7 +30,8 @@ inline void exclude_groups(const RouteExperts& a, const float* choice, uint8_t* 
         uint8_t used[MAX_EXPERTS] = {};
         const int64_t first = largest_of(values, used, size);
         used[first] = 1;
-        of_groups[group] = values[first] + values[largest_of(values, used, size)];
+        of_groups[group] = values[first];
+        if (a.group_best == 2) of_groups[group] += values[largest_of(values, used, size)];
     }
     for (int64_t i = 0; i < a.top_groups; i++) kept[largest_of(of_groups, kept, a.num_groups)] = 1;
     for (int64_t i = 0; i < a.count; i++) taken[i] = !kept[i / size];

@@ -23,6 +23,7 @@ struct Kernels {
         by_op[OP_ENCODER_ATTENTION] = encoder_attention;
         by_op[OP_EXPERTS_LINEAR] = experts_linear;
         by_op[OP_ADD_LORA] = add_lora;
+        by_op[OP_HEADS_LINEAR] = heads_linear;
 #ifdef QUIRE_AMX
         using quantized::Int8Dot, quantized::Int4Dot;
         by_op[OP_LINEAR_INT8] = quantized::quantized_linear<Int8Dot>;
@@ -125,5 +126,8 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     gated_delta_rule,
     selective_scan,
     scale_by_expert,
+    rotary,
+    write_latents,
+    heads_linear,
 };
 #endif

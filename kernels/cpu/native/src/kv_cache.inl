@@ -4,7 +4,7 @@
 // its size, and spreads a channel much larger than the others, as keys have them, over many
 // channels (QuaRot; Ashkboos et al. 2024).
 
-constexpr int64_t MAX_HEAD_DIM = 512;
+constexpr int64_t MAX_HEAD_DIM = 576;
 
 // Whether a cache that holds numbers as C has scales for them
 template <typename C>

@@ -288,6 +288,31 @@ void experts_linear_items(const ExpertsLinear& a, const Worker& worker) {
     }
 }
 
+template <typename T, typename Block>
+void heads_linear_items(const HeadsLinear& a, int64_t rows, const Worker& worker) {
+    using Items = LinearItems<T, Block>;
+    const auto items_of = [&](int64_t head) {
+        Linear layer = a;
+        layer.weight = (const char*)a.weight + head * a.head_bytes;
+        layer.out = (T*)a.out + head * a.out_head;
+        return Items{layer, {(const T*)a.x + head * a.x_head, a.x_row}, rows, 1};
+    };
+    const int64_t each = items_of(0).count(), count = each * a.heads;
+    if (count == 0) return;
+    void* memory = worker.scratch(items_of(0).bytes());
+    for (int64_t item; (item = worker.next(count)) < count;) {
+        const int64_t next = worker.following(item, count);
+        const Items items = items_of(item / each);
+        Block block(items.a);
+        items.run(block, item % each, false, items_of(next / each).start_of(next % each), memory);
+    }
+}
+
+void heads_linear(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, (heads_linear_items<T, typename BlockOf<T>::type>(
+                              (const HeadsLinear&)call, rows_of(call, step), worker)));
+}
+
 // A tied table's row, read from the head's packed weight: one number or pair of each line of a
 // panel.
 void embedding_packed(const Call& call, const Step& step, const Worker& worker) {

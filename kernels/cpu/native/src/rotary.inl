@@ -28,11 +28,24 @@ void rotate_heads(T* row, int64_t heads, int64_t head, int64_t half, const float
     }
 }
 
+// The same for pairs of neighbours.
+template <typename T>
+void rotate_pairs(T* row, int64_t heads, int64_t head, int64_t half, const float* turn) {
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t i = 0; i < half; i++) {
+            T* pair = row + h * head + 2 * i;
+            float a = Number<T>::get(pair[0]), b = Number<T>::get(pair[1]);
+            put(pair, a * turn[i] - b * turn[half + i]);
+            put(pair + 1, b * turn[i] + a * turn[half + i]);
+        }
+}
+
 template <typename T>
 void rotate_row(const Rotary& a, const Step& step, int64_t row, float* turn) {
     round_turn<T>(a.cos_sin + step.positions[row] * a.rotary_dim, a.rotary_dim, turn);
-    rotate_heads((T*)a.query + row * a.query_row, a.heads, a.query_head, a.rotary_dim / 2, turn);
-    rotate_heads((T*)a.key + row * a.key_row, a.kv_heads, a.key_head, a.rotary_dim / 2, turn);
+    const auto rotate = a.op == OP_ROTARY_INTERLEAVED ? rotate_pairs<T> : rotate_heads<T>;
+    rotate((T*)a.query + row * a.query_row, a.heads, a.query_head, a.rotary_dim / 2, turn);
+    rotate((T*)a.key + row * a.key_row, a.kv_heads, a.key_head, a.rotary_dim / 2, turn);
 }
 
 template <typename T>
@@ -60,6 +73,25 @@ void write_kv_rows(const WriteKv& a, const Step& step, int64_t rows, const Worke
 void write_kv(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype,
               write_kv_rows<T>((const WriteKv&)call, step, rows_of(call, step), worker));
+}
+
+template <typename T>
+void write_latent_rows(const WriteLatents& a, const Step& step, int64_t rows,
+                       const Worker& worker) {
+    const int64_t size = a.rank + a.rotary_dim, piece = piece_of_rows(size);
+    const int64_t* slots = step.slot_mapping + a.group * step.slot_mapping_group;
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++) {
+            if (slots[row] < 0) continue;
+            T* to = (T*)a.cache + slots[row] * size;
+            std::memcpy(to, (const T*)a.latent + row * a.latent_row, a.rank * sizeof(T));
+            std::memcpy(to + a.rank, (const T*)a.key + row * a.key_row, a.rotary_dim * sizeof(T));
+        }
+}
+
+void write_latents(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype,
+              write_latent_rows<T>((const WriteLatents&)call, step, rows_of(call, step), worker));
 }
 
 template <typename T>

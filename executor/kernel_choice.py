@@ -37,6 +37,27 @@ def warn_of_slow_heads(head_dim: int, ops: registry.OpTable, overrides: dict[str
         )
 
 
+def check_latent_cache(kv_cache_dtype: str) -> None:
+    """Raises InvalidParameterError for a cache of latent vectors in another dtype."""
+    if kv_cache_dtype != "auto":
+        raise InvalidParameterError(
+            "kv_cache_dtype",
+            f"{kv_cache_dtype} does not serve multi-head latent attention, whose cache is in the "
+            f"model's dtype; use auto",
+        )
+
+
+def warn_of_slow_latents(row: int, ops: registry.OpTable, overrides: dict[str, str]) -> None:
+    """Does what warn_of_slow_heads does, for a cache that keeps `row` numbers of a token."""
+    op = "latent_attention"
+    if ops.native and op not in ops.native and op not in overrides:
+        logger.warning(
+            "kv_lora_rank + qk_rope_head_dim = %d: native latent attention takes multiples of 8 up "
+            "to 576, so PyTorch computes it, more slowly",
+            row,
+        )
+
+
 def warn_of_unused_kernels(ops: registry.OpTable, overrides: dict[str, str]) -> None:
     """Logs for which operations a plugin has kernels of which none is chosen, unless `overrides`
     names another kernel.

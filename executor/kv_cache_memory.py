@@ -73,10 +73,11 @@ class KVCacheMemory:
 
     def _sizes(self, layers: Sequence[Any]) -> list[int]:
         """The numbers of keys and values of each layer in a block."""
-        return [2 * math.prod(self._shape(layer)) for layer in layers]
+        return [_num_tensors(layer) * math.prod(self._shape(layer)) for layer in layers]
 
     def _has_pages(self, layers: Sequence[Any]) -> bool:
-        return len(self.groups.layers) == 1 or len(set(map(self._shape, layers))) == 1
+        kinds = {(_num_tensors(layer), *self._shape(layer)) for layer in layers}
+        return len(self.groups.layers) == 1 or len(kinds) == 1
 
     def block_bytes(self, layers: Sequence[Any]) -> int:
         """Bytes of one block: keys and values of block_size tokens in every layer of a group."""
@@ -91,13 +92,15 @@ class KVCacheMemory:
         if not self._has_pages(layers):
             self._bind_parts(layers, num_blocks)
             return
-        pages = [
-            devices.zeros((2, num_blocks, *self._shape(layers[index])), self._dtype, self._device)
-            for index in self.groups.pages
-        ]
+        shapes = self._page_shapes(layers, num_blocks)
+        pages = [devices.zeros(shape, self._dtype, self._device) for shape in shapes]
         for group, members in enumerate(self.groups.layers):
             for index, page in zip(members, pages):
-                _bind(layers[index], page[0], page[1], group)
+                _bind(layers[index], *_keys_and_values(page), group)
+
+    def _page_shapes(self, layers: Sequence[Any], num_blocks: int) -> list[tuple[int, ...]]:
+        of_pages = [layers[index] for index in self.groups.pages]
+        return [(_num_tensors(one), num_blocks, *self._shape(one)) for one in of_pages]
 
     def _bind_parts(self, layers: Sequence[Any], num_blocks: int) -> None:
         sizes = self._sizes(layers)
@@ -107,8 +110,9 @@ class KVCacheMemory:
             begin = 0
             for index in members:
                 end = begin + sizes[index]
-                parts = memory[:, begin:end].unflatten(1, (2, *self._shape(layers[index])))
-                _bind(layers[index], parts[:, 0], parts[:, 1], group)
+                shape = _num_tensors(layers[index]), *self._shape(layers[index])
+                parts = memory[:, begin:end].unflatten(1, shape).transpose(0, 1)
+                _bind(layers[index], *_keys_and_values(parts), group)
                 begin = end
 
     def host_caches(self, layers: Sequence[Any], num_blocks: int) -> list[torch.Tensor]:
@@ -120,9 +124,18 @@ class KVCacheMemory:
         if not self._has_pages(layers):
             shape = num_blocks, self.groups.largest(self._sizes(layers))
             return [devices.host_zeros(shape, self._dtype, self._device)]
-        shapes = [(2, num_blocks, *self._shape(layers[index])) for index in self.groups.pages]
+        shapes = self._page_shapes(layers, num_blocks)
         caches = [devices.host_zeros(shape, self._dtype, self._device) for shape in shapes]
         return [part for cache in caches for part in cache.unbind(0)]
+
+
+def _num_tensors(layer: Any) -> int:
+    """How many tensors a layer keeps: keys and values, or keys alone."""
+    return 1 + getattr(layer, "has_values", True)
+
+
+def _keys_and_values(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return parts[0], parts[1] if len(parts) == 2 else None
 
 
 def release_caches(layers: Sequence[Any]) -> None:

@@ -28,11 +28,13 @@ class AttentionLayer(Protocol):
     """Owns its part of each block of the KV cache, which KVCacheMemory allocates.
 
     A plugin's layer may lack `sliding_window` and `kv_cache_group`: it then keeps the whole
-    context. If it lacks `bind_cache`, KVCacheMemory sets the attributes that this method sets.
+    context. If it lacks `has_values`, it has values. If it lacks `bind_cache`, KVCacheMemory sets
+    the attributes that this method sets.
     """
 
     num_kv_heads: int
     head_dim: int
+    has_values: bool  # beside the keys, in the cache
     sliding_window: int  # tokens; 0: none
     # [num_blocks, block_size, num_kv_heads, row of kernels.ops.kv_cache_row]; None: no cache
     key_cache: Any

@@ -32,8 +32,10 @@ from .groups.tensor_group import ALONE, TensorGroup
 from .kernel_choice import (
     check_encoder,
     check_kv_cache_dtype,
+    check_latent_cache,
     check_quantization,
     warn_of_slow_heads,
+    warn_of_slow_latents,
     warn_of_unused_kernels,
 )
 from .loras import adapted_modules, explored_modules
@@ -77,6 +79,10 @@ def select_operations(
     check_results(ops)
     warn_of_unused_kernels(ops, kernels)
     check_quantization(config.model_config.quantization, ops, kernels)
+    if isinstance(shape, DecoderConfig) and shape.latent is not None:
+        check_latent_cache(config.cache_config.kv_cache_dtype)
+        warn_of_slow_latents(shape.head_dim, ops, kernels)
+        return ops
     check_kv_cache_dtype(config.cache_config.kv_cache_dtype, ops, kernels)
     if not shape.is_bidirectional:
         warn_of_slow_heads(shape.head_dim, ops, kernels)

@@ -60,7 +60,7 @@ PARSERS = {
     "lfm3": ("lfm2", "think"),
     "granitemoehybrid": ("hermes", ""),
     "nemotron_h": ("qwen3_coder", "think"),
-    "deepseek_v3": ("deepseek_v3, deepseek_v31", "think"),
+    "deepseek_v3": ("deepseek_v3, deepseek_v31, kimi_k2", "think"),
     "deepseek_v32": ("deepseek_v32", "think"),
     "deepseek_v4": ("deepseek_v4", "think"),
     "glm4_moe_lite": ("glm47", "think"),

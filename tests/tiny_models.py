@@ -40,11 +40,23 @@ TINY = {
     "bos_token_id": 300,
     "eos_token_id": EOS_TOKEN_ID,
 }
+LATENTS = {  # of multi-head latent attention, with a mixture of experts
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+}
 KINDS = (
     *("qwen2", "qwen3", "llama", "mistral", "gemma3_text", "phi3", "smollm3", "olmo2", "olmo3"),
     *("granite", "ministral3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"),
     *("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
 )
 _MAMBA = {
     "mamba_n_heads": 8,
@@ -199,6 +211,24 @@ _OF_KIND: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "pad_token_id": 0,
     },
+    "deepseek_v2": {
+        **LATENTS,
+        "q_lora_rank": None,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.7,
+    },
+    "deepseek_v3": {
+        **LATENTS,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "glm4_moe_lite": {**LATENTS, "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
 }
 
 

@@ -25,6 +25,8 @@ class Attention:
     norms.
     """
 
+    has_values = True  # beside the keys, in the cache
+
     def __init__(
         self,
         make: LayerFactory,

@@ -26,6 +26,7 @@ from ..model import Model, RoutedTokens, StateLayer
 from ..pooling.heads import PoolingHead, TokenScore, make_head
 from .blocks import Attention, attention_for, mlp_for
 from .experts import MixtureOfExperts
+from .latent import LatentAttention
 from .layers import Embedding, LayerFactory, Linear, RMSNorm, Weights
 from .linear import GatheredHead
 from .recurrent import MIXERS, Mixer
@@ -222,7 +223,9 @@ class Decoder(Model):
         named = {} if row.names == PLAIN_NAMES else {"names": row.names}
         merged = {"is_merged": True} if row.is_merged else {}
 
-        def make_attention(layer: int) -> Attention:
+        def make_attention(layer: int) -> Any:
+            if config.latent is not None:
+                return make.block(LatentAttention, config, layer, ropes)
             kind = attention_for(config)
             own = {**biases, "qk_norm": row.qk_norm, **options, **named}
             return make.block(kind, config, layer, ropes, **own)

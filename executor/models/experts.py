@@ -122,6 +122,7 @@ class MixtureOfExperts:
             config.scale,
             config.num_groups,
             config.top_groups,
+            config.names.group_best,
         )
         self.ops.count_experts(ids, self.routed.slots, self.routed.counts)
         mix = self.ops.fused_moe if self.divided is None else self.divided

@@ -187,6 +187,7 @@ class LayerFactory:
         *,
         takes_adapters: bool = True,
         orders: Mapping[str, RowOrder] = NO_ORDERS,
+        is_divided: bool = True,
     ) -> Linear:
         """Makes projections of one input, merged into one multiplication.
 
@@ -194,12 +195,13 @@ class LayerFactory:
         rows of a head). Where a shard has fewer units than there are ranks, several ranks have the
         same unit. takes_adapters: whether LoRA applies, where the model's layers have adapters.
         orders: of shards whose rows the checkpoint has in another order. They are not divided among
-        ranks, and take no adapters.
+        ranks, and take no adapters. is_divided: if not, every rank keeps all rows.
         """
-        ranges = {name: self.group.range_of(rows, unit) for name, rows in shards.items()}
+        group = self.group if is_divided else ALONE
+        ranges = {name: group.range_of(rows, unit) for name, rows in shards.items()}
         own = {name: end - begin for name, (begin, end) in ranges.items()}
         rows, parts = sum(own.values()), [orders.get(name) for name in shards] if orders else []
-        if self.group.size > 1:
+        if group.size > 1:
             parts = [Slice(0, *ranges[name], shards[name]) for name in shards]
         takes_adapters = takes_adapters and not orders
         weight = self.parameter(rows, in_features)
@@ -365,7 +367,7 @@ class LayerFactory:
         tables: dict[tuple[str, int], Rope | None] = {}
         keys = []
         for layer in range(config.num_hidden_layers):
-            rope, head_dim = config.rope_of(layer), config.layer(layer).head_dim
+            rope, head_dim = config.rope_of(layer), config.rotary_head_dim(layer)
             keys.append((repr(rope), head_dim))
             if keys[-1] not in tables:
                 made = None if rope is None else self._rope(rope, head_dim, num_positions)

@@ -16,6 +16,7 @@ from ..weights.load_times import LoadTimes
 from ..weights.packed_cache import PackedCache, StoredArray
 from ..weights.table import layer_of
 from .encoder import RelativeBias
+from .latent import HeadProjections
 from .layers import Embedding, Linear
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class PackedLayers:
         self._embeddings: dict[str, Embedding] = {}
         self._others: dict[str, torch.Tensor] = {}  # norms and biases
         self._derived: dict[str, RelativeBias] = {}  # what is computed from the values of some
+        can_restore = True
         for name, tensor in model.weights() if cache is not None else ():
             layer = layer_of(tensor)
             if isinstance(layer, Embedding):
@@ -43,11 +45,13 @@ class PackedLayers:
                 if layer not in self._linears.values():
                     self._linears[name] = layer
             else:
+                can_restore = can_restore and not isinstance(layer, HeadProjections)
                 self._others[name] = tensor
                 if isinstance(layer, RelativeBias):
                     self._derived[name] = layer
-        if cache is not None and not all(layer.can_restore for layer in self._linears.values()):
-            logger.info("packed_weights_cache has no effect on the selected kernels")
+        can_restore = can_restore and all(layer.can_restore for layer in self._linears.values())
+        if cache is not None and not can_restore:
+            logger.info("packed_weights_cache has no effect on this model's layers or kernels")
             self._cache = None
 
     def restored(self) -> bool:

@@ -207,7 +207,9 @@ def _check(
         return _attempt(tried)
     finally:
         for layer in model.attention_layers():
-            layer.key_cache[0] = layer.value_cache[0] = 0
+            for cache in (layer.key_cache, layer.value_cache):
+                if cache is not None:  # a layer may have no values
+                    cache[0] = 0
 
 
 @torch.inference_mode()

@@ -83,7 +83,7 @@ def caches_of(layers: Sequence[AttentionLayer]) -> list[torch.Tensor]:
     the same memory.
     """
     parts = [cache for layer in layers for cache in (layer.key_cache, layer.value_cache)]
-    caches = map(_blocks_of, parts)
+    caches = [_blocks_of(cache) for cache in parts if cache is not None]
     return [*{cache.data_ptr(): cache for cache in caches}.values()]
 
 

@@ -42,7 +42,9 @@ def kv_bytes_by_layer(
     number_bytes = DTYPE_BYTES[dtype] if kv_cache_dtype == "auto" else 1
     scale_bytes = KV_SCALE_BYTES if kv_cache_dtype == "int8" else 0
     kinds = [config.layer(index) for index in config.cache_layers]
-    return [2 * one.num_kv_heads * (one.head_dim * number_bytes + scale_bytes) for one in kinds]
+    has_values = isinstance(config, EncoderConfig) or config.latent is None
+    heads = [(1 + has_values) * one.num_kv_heads for one in kinds]
+    return [count * (one.head_dim * number_bytes + scale_bytes) for count, one in zip(heads, kinds)]
 
 
 def kv_bytes_per_token(

@@ -24,6 +24,7 @@ from .decoder_config import (
 from .encoders import ENCODERS, EncoderArchitecture
 from .experts_config import ExpertsFormat, first_layers, sparse_steps
 from .forms import GENERATE, family_and_form
+from .latent_config import latent_dense_layers, latent_fields, latent_keys
 from .mamba_families import (
     bamba_fields,
     falcon_fields,
@@ -173,6 +174,10 @@ class Architecture:
 
     def _attention(self, config: DecoderConfig, layer: LayerConfig) -> Shapes:
         hidden, head_dim, names = config.hidden_size, layer.head_dim, self.names
+        if config.latent is not None:
+            heads, has_biases = config.num_attention_heads, config.attention_bias
+            yield from config.latent.weight_shapes(hidden, heads, has_biases)
+            return
         q_rows = config.num_attention_heads * head_dim
         kv_rows = layer.num_kv_heads * head_dim
         qkv_bias, o_bias = self.attention_biases(config)
@@ -627,6 +632,72 @@ ARCHITECTURES |= {
         constants={"attention_gate": GATE_OF_HEADS},
         read_keys=lfm_families.lfm3_keys,
         read_fields=lfm_families.lfm3_fields,
+    ),
+}
+
+_DEEPSEEK_V3 = Architecture(
+    "deepseek_v3",
+    honours=("attention_bias", "scoring_func", *_EXPERTS),
+    read_keys=latent_keys,
+    read_fields=latent_fields,
+    defaults={
+        "n_group": 8,
+        "topk_group": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_experts_per_tok": 8,
+    },
+    experts=ExpertsFormat(
+        "moe_intermediate_size",
+        shared_size="moe_intermediate_size",
+        num_shared="n_shared_experts",
+        dense_layers=latent_dense_layers,
+        scoring="sigmoid",
+        correction="gate.e_score_correction_bias",
+        scale="routed_scaling_factor",
+        num_groups="n_group",
+        top_groups="topk_group",
+        shared="shared_experts",
+        shared_gate=None,
+    ),
+)
+assert _DEEPSEEK_V3.experts is not None
+ARCHITECTURES |= {
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK_V3,
+        model_type="glm4_moe_lite",
+        defaults=_DEEPSEEK_V3.defaults
+        | {
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "rms_norm_eps": 1e-5,
+            "routed_scaling_factor": 1.8,
+            "num_experts_per_tok": 4,
+        },
+    ),
+    "DeepseekV2ForCausalLM": replace(
+        _DEEPSEEK_V3,
+        model_type="deepseek_v2",
+        honours=("attention_bias", "mlp_bias", *_EXPERTS),
+        defaults={
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0,
+        },
+        experts=replace(
+            _DEEPSEEK_V3.experts,
+            renormalizes=False,
+            scoring="softmax",
+            correction=None,
+            group_best=1,
+            grouped=("topk_method", "group_limited_greedy"),
+        ),
     ),
 }
 

@@ -12,6 +12,7 @@ from ..errors import ModelLoadError
 from .config_values import MOST_OF_A_SIZE, malformed
 from .experts_config import ExpertsConfig
 from .forms import GENERATE, Head, decoder_head, form_of, score_tokens
+from .latent_config import LatentConfig
 from .mamba_config import MAMBA_KEYS
 from .mixers import MixerConfig
 from .pooling import STORED_POOLING
@@ -62,6 +63,10 @@ _HARMLESS = frozenset(
         "router_jitter_noise",
         "output_scores",
         "pretraining_tp",
+        "aux_loss_alpha",  # of training, as seq_aux; ep_size is a setting of DeepSeek's own code
+        "ep_size",
+        "seq_aux",
+        "qk_head_dim",  # the sum of two others
         "pruned_heads",
         "return_dict",
         "return_dict_in_generate",
@@ -107,7 +112,17 @@ _READ = frozenset(
         "max_window_layers",
         "mlp_only_layers",
         "moe_intermediate_size",
+        "first_k_dense_replace",
+        "kv_lora_rank",
+        "mlp_layer_types",
+        "moe_layer_freq",
         "n_group",
+        "q_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "rope_interleave",
+        "topk_method",
+        "v_head_dim",
         "n_shared_experts",
         "norm_topk_prob",
         "num_experts_per_tok",
@@ -203,6 +218,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_attention_gate": (True,),
     "use_expert_bias": (True,),
     "use_sandwich_norm": (True,),
+    "scoring_func": ("softmax",),
 }
 # Keys that name the activation of the MLP; a model has one activation, under these names.
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
@@ -273,6 +289,11 @@ class DecoderConfig:
     mlp_bias: bool
     rope: dict[str, Any]  # see rope_config.parse_rope_parameters
     layers: tuple[LayerConfig, ...] = ()  # empty: each has attention and an MLP
+    # Attention is over latent vectors. head_dim is then the size of a token in the cache, and
+    # num_key_value_heads is 1.
+    latent: LatentConfig | None = None
+    # layers in the files that predict further tokens; they are not used
+    num_nextn_predict_layers: int = 0
     # for each layer: how many positions a token attends to, including its own; 0: all before it
     sliding_windows: tuple[int, ...] = ()
     sliding_rope: dict[str, Any] | None = None  # of layers with a window, where it is another one
@@ -313,12 +334,18 @@ class DecoderConfig:
 
     def attention_shapes(self, layer: LayerConfig) -> list[tuple[int, int]]:
         """(rows, columns) of the linear layers of attention, as they are merged."""
+        if self.latent is not None:
+            return self.latent.linear_shapes(self.hidden_size, self.num_attention_heads)
         size, q_rows = self.hidden_size, self.num_attention_heads * layer.head_dim
         rows = 2 * q_rows if self.attention_gate == GATE_OF_ELEMENTS else q_rows
         if layer.kv_from is None:
             rows += 2 * layer.num_kv_heads * layer.head_dim
         own = [(self.num_attention_heads, size)] if self.attention_gate == GATE_OF_HEADS else []
         return [(rows, size), (size, q_rows), *own]
+
+    def rotary_head_dim(self, index: int) -> int:
+        """The size of what rotary embeddings are applied to in a layer."""
+        return self.layer(index).head_dim if self.latent is None else self.latent.rotary_dim
 
     @property
     def cache_layers(self) -> tuple[int, ...]:

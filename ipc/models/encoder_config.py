@@ -96,6 +96,9 @@ class EncoderConfig:
         """All layers are alike."""
         return LayerConfig(head_dim=self.head_dim, num_kv_heads=self.num_key_value_heads)
 
+    def rotary_head_dim(self, index: int) -> int:
+        return self.head_dim
+
     def state_bytes(self, itemsize: int) -> int:
         """There are no states of requests."""
         return 0

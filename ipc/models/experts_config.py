@@ -51,6 +51,7 @@ class ExpertsFormat:
 
     `scoring` and `correction`, the name of the bias, are those of route_experts (kernels/moe.py).
     `scale`, `num_groups`, `top_groups` and `latent_size` are keys of the fields of ExpertsConfig.
+    `grouped`: a key and the value with which experts have groups; None: they always have them.
     `dense_layers` reads these layers from config.json. `is_optional`: a number of 0 means that no
     layer has experts.
     """
@@ -69,6 +70,8 @@ class ExpertsFormat:
     num_groups: str | None = None
     top_groups: str | None = None
     latent_size: str | None = None
+    group_best: int = 2  # as in route_experts
+    grouped: tuple[str, str] | None = None
     block: str = "mlp"
     router: str = "gate"
     experts: str = "experts"
@@ -120,6 +123,8 @@ class ExpertsFormat:
     def _groups(self, hf_config: dict[str, Any], count: int) -> tuple[int, int]:
         """The number of groups, and of those that take part."""
         if self.num_groups is None or self.top_groups is None:
+            return 1, 1
+        if self.grouped is not None and hf_config.get(self.grouped[0]) != self.grouped[1]:
             return 1, 1
         num_groups = integer(self.num_groups, hf_config.get(self.num_groups), count)
         if num_groups > 1 and (count % num_groups or count == num_groups):

@@ -79,9 +79,7 @@ def group_layers(windows: Sequence[int], sizes: Sequence[int], max_model_len: in
     return LayerGroups(tuple(tuple(layers) for _, layers in groups), tuple(w for w, _ in groups))
 
 
-def plan_groups(
-    config: EngineConfig, windows: Sequence[int], sizes: Sequence[int]
-) -> LayerGroups:
+def plan_groups(config: EngineConfig, windows: Sequence[int], sizes: Sequence[int]) -> LayerGroups:
     """The groups of an engine whose layers can be in any. See group_layers."""
     if not windows or config.scheduler_config.disable_hybrid_kv_cache_manager:
         return one_group(len(windows))

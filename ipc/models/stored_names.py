@@ -15,6 +15,7 @@ from typing import Any
 
 from .architectures import TEXT_PREFIX
 from .checkpoint import find_weight_files, read_header
+from .decoder_config import DecoderConfig
 from .gguf import is_gguf
 
 _WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and of torch.compile
@@ -97,9 +98,20 @@ def is_ignored(name: str, config: Any) -> bool:
     prediction, which has weights of its own; an output head, where it does not generate text; or a
     buffer.
     """
-    if name.startswith(_MTP_HEADS):
+    if name.startswith(_MTP_HEADS) or _is_further_layer(name, config):
         return True
     return not config.has_lm_head and _NOT_POOLED.search(name) is not None
+
+
+def _is_further_layer(name: str, config: Any) -> bool:
+    """Whether a tensor is of a layer after the last one that predicts further tokens."""
+    if not isinstance(config, DecoderConfig) or not config.num_nextn_predict_layers:
+        return False
+    prefix = f"{config.base_prefix}layers."
+    layer = name.removeprefix(prefix).partition(".")[0]
+    is_layer = name.startswith(prefix) and layer.isdecimal()
+    further = int(layer) - config.num_hidden_layers if is_layer else -1
+    return 0 <= further < config.num_nextn_predict_layers
 
 
 def find_stored_names(names: Collection[str], config: Any, directory: Path) -> StoredNames:

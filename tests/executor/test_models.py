@@ -206,6 +206,25 @@ VARIANTS = {
     "lfm2-biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 5}),
     "lfm2-moe": ("lfm2_moe", {}),
     "lfm3": ("lfm3", {}),
+    "deepseek-v2": ("deepseek_v2", {}),
+    "deepseek-v2-greedy": (
+        "deepseek_v2",
+        {"topk_method": "greedy", "attention_bias": True, "num_experts_per_tok": 2},
+    ),
+    "deepseek-v3": ("deepseek_v3", {}),
+    "deepseek-v3-yarn": (
+        "deepseek_v3",
+        {
+            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.3},
+            "attention_bias": True,
+            "norm_topk_prob": False,
+        },
+    ),
+    "deepseek-v3-halves": (
+        "deepseek_v3",
+        {"rope_interleave": False, "q_lora_rank": None, "tie_word_embeddings": True},
+    ),
+    "glm4-moe-lite": ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
     "mistral": ("mistral", {}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "llama": ("llama", {}),
@@ -269,6 +288,7 @@ def test_token_exact_with_transformers(variant, tiny, oracle):
         ("qwen3", {}),
         ("llama", {}),
         ("mistral", {"sliding_window": 600}),
+        ("deepseek_v3", {}),
         ("gemma3_text", {"sliding_window": 500}),
         # its long factors
         ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 512}),
@@ -289,6 +309,7 @@ def test_long_prompt_is_token_exact(kind, overrides, tiny, oracle):
     [
         *("gemma3", "phi3", "smollm3", "olmo3", "granite", "ministral3-beyond"),
         *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"),
+        *("deepseek-v2", "deepseek-v3"),
     ],
 )
 def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(
@@ -351,6 +372,7 @@ def test_bits_of_states_depend_neither_on_the_batch_nor_on_chunks(variant, quant
         *("qwen2-window", "mistral", "gemma3", "olmo3", "mixtral-window", "qwen2-moe", "gpt-oss"),
         *("granite-hybrid", "falcon-h1", "nemotron-h", "mamba2"),
         *("qwen3-next", "qwen3.5", "lfm2-moe", "lfm3"),
+        *("deepseek-v3", "glm4-moe-lite"),
     ],
 )
 def test_windows_experts_and_states_are_token_exact_in_chunks_beside_decodes_and_after_preemption(

@@ -36,6 +36,7 @@ class PagedAttention:
     sliding_window: int  # 0: none
     softcap: float  # 0: none
     sinks: torch.Tensor | None  # [num_heads] fp32
+    has_values: bool = True  # beside the keys, in the cache
     key_cache: Any = None  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_cache: Any = None
     kv_cache_group: int = 0  # the group of its block table, set with the cache

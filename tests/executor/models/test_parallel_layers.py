@@ -17,7 +17,7 @@ from quire.tests.executor.driver import Row, generate, start_executor
 from quire.tests.executor.rank_threads import RankThreads
 
 KINDS = ("qwen2", "llama", "qwen3", "gemma3_text", "mistral", "smollm3", "granite", "ministral3")
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 
 def random_workload(executor: Any, seed: int) -> list[Row]:

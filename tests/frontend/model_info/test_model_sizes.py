@@ -61,7 +61,7 @@ def test_sizes_equal_those_of_the_layers(kind: str, variant: dict[str, Any]) -> 
         "int8": torch.int8,
     }.items():
         rows = [
-            2 * layer.num_kv_heads * kv_cache_row(layer.head_dim, dtype)
+            (1 + layer.has_values) * layer.num_kv_heads * kv_cache_row(layer.head_dim, dtype)
             for layer in model.attention_layers()
         ]
         assert (

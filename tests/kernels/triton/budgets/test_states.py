@@ -1,4 +1,4 @@
-"""Budgets of layers that keep a state: those of a 4B with Gated DeltaNet and of Granite-4-H-Tiny."""
+"""Budgets of layers that keep a state: sizes of a 4B with Gated DeltaNet, and of Granite 4 Tiny."""
 
 import pytest
 import torch

@@ -401,11 +401,12 @@ void gated_delta_rule(const Call& call, const Step& step, const Worker& worker) 
 
 // ------------------------------------------------------------ selective scan
 
-constexpr int SCAN_ROWS = 4;       // of the state [head_size, state_size] at once
+constexpr int SCAN_ROWS = REGISTERS == 32 ? 8 : 4;  // of the state [head_size, state_size] at once
 constexpr int64_t SCAN_PART = 32;  // rows that one thread computes together, at most
 
-// Rows of S [., width]: S = keep * S + change b^T, and S c, for one token.
-template <int ROWS>
+// Rows of S [., width]: S = keep * S + change b^T, and S c, for one token. AHEAD: the next rows are
+// fetched, since they are not in a cache.
+template <int ROWS, bool AHEAD>
 inline ALWAYS_INLINE void scan_rows(float* state, int64_t stride, int64_t width, Vec keep,
                                     const float* change, const float* b, const float* c,
                                     float* of_c) {
@@ -415,12 +416,14 @@ inline ALWAYS_INLINE void scan_rows(float* state, int64_t stride, int64_t width,
         const Vec key = Vec::load(b + i), query = Vec::load(c + i);
         for (int row = 0; row < ROWS; row++) {
             float* p = state + row * stride + i;
+            if (AHEAD) __builtin_prefetch(p + ROWS * stride, 1);
             const Vec x = Vec::fma(changes[row], key, Vec::load(p) * keep);
             x.store(p);
             sums[row] = Vec::fma(x, query, sums[row]);
         }
     }
-    if constexpr (ROWS == 4) Vec::sum4(sums, of_c);
+    if constexpr (ROWS % 4 == 0)
+        for (int row = 0; row < ROWS; row += 4) Vec::sum4(sums + row, of_c + row);
     else
         for (int row = 0; row < ROWS; row++) of_c[row] = sums[row].sum();
 }
@@ -453,12 +456,16 @@ void scan_tokens(const SelectiveScan& a, int64_t head, int64_t first, int64_t ro
             change[row] = dt[t] * wide[row];
         }
         int64_t row = 0;
-        for (; row + SCAN_ROWS <= rows; row += SCAN_ROWS)
-            scan_rows<SCAN_ROWS>(state + row * stride, stride, width, Vec(keep[t]), change + row,
-                                 b + t * width, c + t * width, sums + row);
-        for (; row < rows; row++)
-            scan_rows<1>(state + row * stride, stride, width, Vec(keep[t]), change + row,
-                         b + t * width, c + t * width, sums + row);
+        const auto add = [&](auto size, auto ahead) {
+            constexpr int ROWS = decltype(size)::value;
+            for (; row + ROWS <= rows; row += ROWS)
+                scan_rows<ROWS, decltype(ahead)::value>(state + row * stride, stride, width,
+                                                        Vec(keep[t]), change + row, b + t * width,
+                                                        c + t * width, sums + row);
+        };
+        if (count == 1) add(std::integral_constant<int, SCAN_ROWS>(), std::true_type());
+        else add(std::integral_constant<int, SCAN_ROWS>(), std::false_type());
+        add(std::integral_constant<int, 1>(), std::false_type());
         for (row = 0; row < rows; row++)
             put(out + row, __builtin_fmaf(a.d[head], wide[row], sums[row]));
     }

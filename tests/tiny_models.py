@@ -57,6 +57,7 @@ KINDS = (
     *("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    *("glm4_moe", "seed_oss", "ernie4_5", "exaone4"),
 )
 _MAMBA = {
     "mamba_n_heads": 8,
@@ -211,6 +212,18 @@ _OF_KIND: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "pad_token_id": 0,
     },
+    "glm4_moe": {
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.4,
+        "pad_token_id": 0,
+    },
+    "seed_oss": {"head_dim": 24, "pad_token_id": 0},
+    "ernie4_5": {"head_dim": 16},
+    "exaone4": {"head_dim": 16, "sliding_window": 24, "sliding_window_pattern": 2},
     "deepseek_v2": {
         **LATENTS,
         "q_lora_rank": None,

@@ -40,9 +40,10 @@ class Attention:
         is_merged: bool = False,
         has_sinks: bool = False,
         names: TensorNames = PLAIN_NAMES,
+        is_interleaved: bool = False,
     ):
         """`layer` is the index in the stack, and `ropes` come from make.ropes. For qk_norm_whole,
-        is_merged, has_sinks and names see ipc/models/architectures.py.
+        is_merged, has_sinks, names and is_interleaved see ipc/models/architectures.py.
         """
         own = config.layer(layer)
         # the numbers of heads that this rank has
@@ -67,7 +68,7 @@ class Attention:
         self.q_norm = make.norm(names.q_norm, q_size, config) if qk_norm else None
         self.k_norm = make.norm(names.k_norm, k_size, config) if qk_norm else None
         self.sinks = make.parameter(self.num_heads, dtype=torch.float32) if has_sinks else None
-        self.rope = rope = ropes[layer]
+        self.rope = ropes[layer]
         self.scale = config.attention_scale
         self.sliding_window = config.sliding_windows[layer]
         self.ops = make.ops
@@ -76,10 +77,9 @@ class Attention:
         self.value_cache: torch.Tensor | None = None
         self.kv_cache_group = 0  # the group of its block table
         self._heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        # The operation is fused only if one implementer provides it and its parts: a user's kernel
-        # for one part must not be bypassed.
-        is_plain = rope is not None and rope.query is rope.key and not qk_norm_whole
-        self._fused = is_plain and len({self.ops.chosen[op] for op in FUSED_PARTS}) == 1
+        self._fused = self._can_fuse() and not (qk_norm_whole or is_interleaved)
+        name = "rotary_embedding_interleaved" if is_interleaved else "rotary_embedding"
+        self._rotation = getattr(make.ops, name)
         self._qk_norm_whole = qk_norm_whole
         self._norms = (
             (self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
@@ -87,6 +87,14 @@ class Attention:
             else (None, None, 0.0)
         )
         self._q_rows = self.num_heads * self.head_dim
+
+    def _can_fuse(self) -> bool:
+        """Whether one implementer provides the fused operation and its parts: a user's kernel for
+        one part must not be bypassed. Queries and keys have the same table of angles.
+        """
+        if self.rope is None or self.rope.query is not self.rope.key:
+            return False
+        return len({self.ops.chosen[op] for op in FUSED_PARTS}) == 1
 
     def bind_cache(self, key: torch.Tensor | None, value: torch.Tensor | None, group: int) -> None:
         """Makes these its part of the KV cache, with the block table of this group of layers. None
@@ -167,7 +175,7 @@ class Attention:
         """Rotates both in place; query and key have the shapes of _normed."""
         if self.rope is None:
             return
-        rotate, (of_query, of_key) = self.ops.rotary_embedding, self.rope
+        rotate, (of_query, of_key) = self._rotation, self.rope
         if of_query is of_key:
             rotate(positions, query, key, of_key)
         else:  # they have tables of their own, so each rotates alone

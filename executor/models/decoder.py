@@ -218,7 +218,9 @@ class Decoder(Model):
         biases = {"qkv_bias": qkv_bias, "o_bias": o_bias}
         # a plugin's layer need not know the options of other models than its own
         options = {
-            name: True for name in ("qk_norm_whole", "is_merged", "has_sinks") if getattr(row, name)
+            name: True
+            for name in ("qk_norm_whole", "is_merged", "has_sinks", "is_interleaved")
+            if getattr(row, name)
         }
         named = {} if row.names == PLAIN_NAMES else {"names": row.names}
         merged = {"is_merged": True} if row.is_merged else {}
@@ -227,7 +229,7 @@ class Decoder(Model):
             if config.latent is not None:
                 return make.block(LatentAttention, config, layer, ropes)
             kind = attention_for(config)
-            own = {**biases, "qk_norm": row.qk_norm, **options, **named}
+            own = {**biases, "qk_norm": row.has_qk_norm(config), **options, **named}
             return make.block(kind, config, layer, ropes, **own)
 
         def make_mlp(layer: int) -> MLP:

@@ -17,6 +17,7 @@ from . import lfm_families, qwen_families
 from .decoder_config import (
     GATE_OF_ELEMENTS,
     GATE_OF_HEADS,
+    UNROTATED_FULL_LAYERS,
     DecoderConfig,
     LayerConfig,
     parse_decoder_config,
@@ -78,8 +79,9 @@ class Architecture:
     """An architecture's row. `honours`, `default_head_dim` and `activation` are arguments of
     parse_decoder_config.
 
-    A bias of None follows config.json (attention_bias). `defaults` are transformers', for keys that
-    config.json lacks. `constants` are fields of DecoderConfig that no key determines.
+    A bias of None follows config.json (attention_bias), and a qk_norm of None does (use_qk_norm).
+    `defaults` are transformers', for keys that config.json lacks. `constants` are fields of
+    DecoderConfig that no key determines.
     `qk_norm_whole`: q and k are normed before they are split into heads. `is_merged`: the
     checkpoint has q, k and v in one tensor, and gate and up in another.
 
@@ -92,10 +94,11 @@ class Architecture:
     default_head_dim: int | None = None
     qkv_bias: bool | None = None
     o_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: bool | None = False
     qk_norm_whole: bool = False
     has_sinks: bool = False  # of attention, one for each head
     is_merged: bool = False
+    is_interleaved: bool = False  # rotary pairs are neighbours
     norms: LayerNorms = PRE_NORMS
     names: TensorNames = PLAIN_NAMES
     activation: str = "silu"
@@ -158,6 +161,9 @@ class Architecture:
             own if self.o_bias is None else self.o_bias,
         )
 
+    def has_qk_norm(self, config: DecoderConfig) -> bool:
+        return config.use_qk_norm if self.qk_norm is None else self.qk_norm
+
     def _layer(self, config: DecoderConfig, index: int) -> Shapes:
         layer, hidden = config.layer(index), config.hidden_size
         if layer.has_attention:
@@ -193,9 +199,9 @@ class Architecture:
         yield from _linear(names.o_proj, hidden, q_rows, o_bias)
         if config.attention_gate == GATE_OF_HEADS:
             yield from _linear(names.attention_gate, config.num_attention_heads, hidden, False)
-        if self.qk_norm:
+        if self.has_qk_norm(config):
             yield f"{names.q_norm}.weight", [q_rows if self.qk_norm_whole else head_dim]
-        if self.qk_norm and layer.kv_from is None:
+        if self.has_qk_norm(config) and layer.kv_from is None:
             yield f"{names.k_norm}.weight", [kv_rows if self.qk_norm_whole else head_dim]
         if self.has_sinks:
             yield "sinks", [config.num_attention_heads]
@@ -221,6 +227,12 @@ class Architecture:
         for name, rows in inputs.items():
             yield from _linear(f"{block}.{name}", rows, hidden, has_bias)
         yield from _linear(f"{block}.{names.down}", hidden, size, has_bias)
+
+
+def _one_switch_of_biases(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of ERNIE 4.5 with the two keys that other decoders have."""
+    use_bias = hf_config.get("use_bias")
+    return hf_config | {"attention_bias": use_bias, "mlp_bias": use_bias}
 
 
 def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Shapes:
@@ -698,6 +710,57 @@ ARCHITECTURES |= {
             group_best=1,
             grouped=("topk_method", "group_limited_greedy"),
         ),
+    ),
+}
+
+ARCHITECTURES |= {
+    "Glm4MoeForCausalLM": Architecture(
+        "glm4_moe",
+        honours=(
+            *("attention_bias", "partial_rotary_factor", "use_qk_norm", "scoring_func"),
+            *_EXPERTS,
+        ),
+        o_bias=False,
+        qk_norm=None,
+        defaults={
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "num_experts_per_tok": 8,
+        },
+        experts=_DEEPSEEK_V3.experts,
+    ),
+    "SeedOssForCausalLM": Architecture(
+        "seed_oss",
+        honours=("attention_bias", "mlp_bias"),
+        default_head_dim=128,
+        o_bias=False,
+        defaults={"attention_bias": True, "num_key_value_heads": 8},
+    ),
+    "Ernie4_5ForCausalLM": Architecture(
+        "ernie4_5",
+        honours=("attention_bias", "mlp_bias"),
+        default_head_dim=128,
+        is_interleaved=True,
+        defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+        read_keys=_one_switch_of_biases,
+    ),
+    "Exaone4ForCausalLM": Architecture(
+        "exaone4",
+        honours=("layer_types", UNROTATED_FULL_LAYERS),
+        qk_norm=True,
+        norms=POST_NORMS,
+        defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window_pattern": 4,
+        },
     ),
 }
 

@@ -205,6 +205,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "qkv_bias": (True,),
     "clip_qkv": (),
+    "attention_out_bias": (False,),
     "normalization_function": ("rmsnorm",),
     "attention_in_multiplier": (1.0,),
     "attention_out_multiplier": (1.0,),
@@ -235,6 +236,7 @@ _MULTIPLIERS = {
 }
 DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers'
 DEFAULT_NO_ROPE_INTERVAL = 4
+UNROTATED_FULL_LAYERS = "unrotated full layers"  # not a key; see _unrotated_layers
 # Far above any model: a larger value is a mistake and must not cost time or memory.
 MOST = {
     "num_hidden_layers": 1024,
@@ -294,6 +296,7 @@ class DecoderConfig:
     latent: LatentConfig | None = None
     # layers in the files that predict further tokens; they are not used
     num_nextn_predict_layers: int = 0
+    use_qk_norm: bool = False  # of attention, where the architecture leaves it to config.json
     # for each layer: how many positions a token attends to, including its own; 0: all before it
     sliding_windows: tuple[int, ...] = ()
     sliding_rope: dict[str, Any] | None = None  # of layers with a window, where it is another one
@@ -409,6 +412,7 @@ def parse_decoder_config(
         tie_word_embeddings=_switch(hf_config, "tie_word_embeddings"),
         attention_bias=_switch(hf_config, "attention_bias"),
         mlp_bias=_switch(hf_config, "mlp_bias"),
+        use_qk_norm=_switch(hf_config, "use_qk_norm"),
         rope={},
         activation=activation,
     )
@@ -498,7 +502,12 @@ def _epsilon(hf_config: dict[str, Any]) -> float:
 
 
 def _unrotated_layers(hf_config: dict[str, Any], honours: tuple[str, ...]) -> tuple[int, ...]:
-    """The layers with a 0 in no_rope_layers, or every no_rope_layer_interval-th (SmolLM3)."""
+    """The layers with a 0 in no_rope_layers, or every no_rope_layer_interval-th (SmolLM3); or those
+    without a window, where others have one (EXAONE 4).
+    """
+    if UNROTATED_FULL_LAYERS in honours:
+        windows = parse_sliding_windows(hf_config, honours)
+        return tuple(i for i, window in enumerate(windows) if not window) if any(windows) else ()
     if "no_rope_layers" not in honours:
         return ()
     num_layers, rotates = hf_config["num_hidden_layers"], hf_config.get("no_rope_layers")

@@ -206,6 +206,17 @@ VARIANTS = {
     "lfm2-biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 5}),
     "lfm2-moe": ("lfm2_moe", {}),
     "lfm3": ("lfm3", {}),
+    "glm4-moe": ("glm4_moe", {}),
+    "glm4-moe-plain": ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
+    "seed-oss": ("seed_oss", {}),
+    "seed-oss-mlp-bias": ("seed_oss", {"mlp_bias": True, "attention_bias": False}),
+    "ernie4-5": ("ernie4_5", {}),
+    "ernie4-5-biases": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+    "exaone4": ("exaone4", {}),
+    "exaone4-no-window": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
     "deepseek-v2": ("deepseek_v2", {}),
     "deepseek-v2-greedy": (
         "deepseek_v2",
@@ -309,7 +320,7 @@ def test_long_prompt_is_token_exact(kind, overrides, tiny, oracle):
     [
         *("gemma3", "phi3", "smollm3", "olmo3", "granite", "ministral3-beyond"),
         *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"),
-        *("deepseek-v2", "deepseek-v3"),
+        *("deepseek-v2", "deepseek-v3", "ernie4-5", "exaone4"),
     ],
 )
 def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(

@@ -67,8 +67,9 @@ def select_operations(
     Raises InvalidParameterError for an unknown kernel, and for what the chosen ones do not offer.
     """
     kernels = config.device_config.kernels
+    head_dim = max(shape.layer(index).head_dim for index in range(shape.num_hidden_layers))
     facts = {
-        "head_dim": shape.head_dim,
+        "head_dim": head_dim,
         "num_heads": group.share(shape.num_attention_heads, "num_attention_heads"),
         "num_kv_heads": group.share(shape.num_key_value_heads, "num_key_value_heads"),
         "block_size": config.cache_config.block_size,
@@ -85,7 +86,7 @@ def select_operations(
         return ops
     check_kv_cache_dtype(config.cache_config.kv_cache_dtype, ops, kernels)
     if not shape.is_bidirectional:
-        warn_of_slow_heads(shape.head_dim, ops, kernels)
+        warn_of_slow_heads(head_dim, ops, kernels)
     return ops
 
 

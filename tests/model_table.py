@@ -107,6 +107,7 @@ NOTES = {
         "sliding window; heads of two sizes; the small sizes share keys and values and have "
         "embeddings per layer, 26B-A4B has experts",
     ),
+    "gemma4_unified_text": ("Gemma 4 12B, text", "sliding window; heads of two sizes"),
     "lfm2": ("LFM2, LFM2.5", "short convolutions"),
     "lfm2_moe": ("LFM2-MoE", "short convolutions, experts"),
     "lfm3": ("LFM3", "short convolutions, gated attention, sliding window"),

@@ -13,6 +13,17 @@ from typing import Any
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS_TOKEN_ID = 302  # <|im_end|>
+# what makes of "gemma4_text" a model as 26B-A4B
+GEMMA4_EXPERTS = {
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
 CHAT_TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + "
     "'<|im_end|>\\n' }}{%- endfor %}"
@@ -54,7 +65,7 @@ LATENTS = {  # of multi-head latent attention, with a mixture of experts
 KINDS = (
     *("qwen2", "qwen3", "llama", "mistral", "gemma3_text", "phi3", "smollm3", "olmo2", "olmo3"),
     *("granite", "ministral3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"),
-    *("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2"),
+    *("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2", "gemma4_text"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     *("glm4_moe", "seed_oss", "ernie4_5", "exaone4"),
@@ -242,6 +253,21 @@ _OF_KIND: dict[str, dict[str, Any]] = {
         "topk_group": 2,
     },
     "glm4_moe_lite": {**LATENTS, "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+    # as in E2B: four layers with keys and values, two that share them, inputs of each layer
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 24,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "final_logit_softcapping": 15.0,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
 }
 
 
@@ -336,17 +362,17 @@ def randomize(model, seed: int) -> None:
     """Fill every parameter from `seed`, and the biases that choose experts.
 
     Standard deviations: 1.6 / sqrt(inputs) for matrices, 1 for embeddings, 0.3 for biases. Norms
-    are around 1.
+    and factors are around 1.
     """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        ends = "correction_bias", "expert_bias"
-        biases = (pair for pair in model.named_buffers() if pair[0].endswith(ends))
-        for name, parameter in [*model.named_parameters(), *biases]:
+        ends = "correction_bias", "expert_bias", "layer_scalar"
+        buffers = (pair for pair in model.named_buffers() if pair[0].endswith(ends))
+        for name, parameter in [*model.named_parameters(), *buffers]:
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name or name.endswith(("scale", "scalar")):
                 parameter.copy_(1.0 + 0.2 * noise)
             elif name.endswith("linear_attn.A_log"):  # states last for tens of tokens
                 parameter.copy_(0.3 * noise - 3.0)

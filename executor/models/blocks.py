@@ -10,7 +10,7 @@ import torch
 from ...ipc.models.architectures import PLAIN_NAMES, TensorNames
 from ...ipc.models.decoder_config import GATE_OF_ELEMENTS, GATE_OF_HEADS, DecoderConfig
 from ...kernels.ops import AttentionMetadata
-from .layers import LayerFactory, Linear, Rope, Weights
+from .layers import LayerFactory, Rope, Weights
 
 FUSED_PARTS = (
     "rms_norm",
@@ -39,27 +39,28 @@ class Attention:
         qk_norm_whole: bool = False,
         is_merged: bool = False,
         has_sinks: bool = False,
+        value_norm: bool = False,
         names: TensorNames = PLAIN_NAMES,
         is_interleaved: bool = False,
     ):
         """`layer` is the index in the stack, and `ropes` come from make.ropes. For qk_norm_whole,
-        is_merged, has_sinks, names and is_interleaved see ipc/models/architectures.py.
+        is_merged, has_sinks, value_norm, names and is_interleaved see ipc/models/architectures.py.
         """
         own = config.layer(layer)
         # the numbers of heads that this rank has
         self.num_heads = make.share(config.num_attention_heads, "num_attention_heads")
         self.num_kv_heads = make.share(own.num_kv_heads, "num_key_value_heads")
         self.head_dim = own.head_dim
-        q_rows = config.num_attention_heads * self.head_dim
-        kv_rows = own.num_kv_heads * self.head_dim
-        self.gate, gate_rows = config.attention_gate, 0
+        q_rows, kv_rows = (n * own.head_dim for n in (config.num_attention_heads, own.num_kv_heads))
+        self.gate = config.attention_gate
+        shards = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         if self.gate == GATE_OF_ELEMENTS:
-            gate_rows = q_rows
-        shards = {"q_proj": q_rows + gate_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        self.gate_proj: Linear | None = None
-        if self.gate == GATE_OF_HEADS:
-            heads = {names.attention_gate: config.num_attention_heads}
-            self.gate_proj = make.linear(config.hidden_size, heads)
+            shards["q_proj"] *= 2
+        of_heads = {names.attention_gate: config.num_attention_heads}
+        is_by_head = self.gate == GATE_OF_HEADS
+        self.gate_proj = make.linear(config.hidden_size, of_heads) if is_by_head else None
+        if not own.has_values:
+            del shards["v_proj"]
         if is_merged:
             shards = {"qkv_proj": q_rows + 2 * kv_rows}
         self.qkv_proj = make.linear(config.hidden_size, shards, qkv_bias, unit=self.head_dim)
@@ -67,20 +68,19 @@ class Attention:
         q_size, k_size = (q_rows, kv_rows) if qk_norm_whole else (self.head_dim, self.head_dim)
         self.q_norm = make.norm(names.q_norm, q_size, config) if qk_norm else None
         self.k_norm = make.norm(names.k_norm, k_size, config) if qk_norm else None
+        self.v_norm = make.unweighted_norm(self.head_dim, config) if value_norm else None
         self.sinks = make.parameter(self.num_heads, dtype=torch.float32) if has_sinks else None
         self.rope = ropes[layer]
-        self.scale = config.attention_scale
-        self.sliding_window = config.sliding_windows[layer]
-        self.ops = make.ops
+        self.scale, self.sliding_window = config.attention_scale, config.sliding_windows[layer]
+        self.ops, self._qk_norm_whole = make.ops, qk_norm_whole
         # [num_blocks, block_size, num_kv_heads, head_dim], set by bind_cache
         self.key_cache: torch.Tensor | None = None
         self.value_cache: torch.Tensor | None = None
         self.kv_cache_group = 0  # the group of its block table
-        self._heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        self._heads = (self.num_heads, *[self.num_kv_heads] * (1 + own.has_values))
         self._fused = self._can_fuse() and not (qk_norm_whole or is_interleaved)
         name = "rotary_embedding_interleaved" if is_interleaved else "rotary_embedding"
         self._rotation = getattr(make.ops, name)
-        self._qk_norm_whole = qk_norm_whole
         self._norms = (
             (self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
             if self.q_norm is not None and self.k_norm is not None
@@ -120,16 +120,20 @@ class Attention:
         gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends with the product `qkv` [T, (num_heads + 2 * num_kv_heads) * head_dim], which has
-        as many columns more as there are gates of elements. gate [T, num_heads, 1]: of heads.
+        as many columns more as there are gates of elements, and no values where these are the keys.
+        gate [T, num_heads, 1]: of heads.
         """
         ops, num_tokens = self.ops, len(qkv)
         if self.gate == GATE_OF_ELEMENTS:
             gated, qkv = qkv.tensor_split([2 * self._q_rows], dim=1)
             gated = gated.view(num_tokens, self.num_heads, 2 * self.head_dim)
             query, gate = gated.split(self.head_dim, dim=2)
-            key, value = qkv.view(num_tokens, -1, self.head_dim).split(self._heads[1:], dim=1)
+            key, *values = qkv.view(num_tokens, -1, self.head_dim).split(self._heads[1:], dim=1)
         else:
-            query, key, value = qkv.view(num_tokens, -1, self.head_dim).split(self._heads, dim=1)
+            query, key, *values = qkv.view(num_tokens, -1, self.head_dim).split(self._heads, dim=1)
+        value = values[0] if values else key
+        if self.v_norm is not None:
+            value = self.v_norm(value)
         if metadata.groups:
             metadata = metadata.groups[self.kv_cache_group]
         slots = metadata.slot_mapping
@@ -229,7 +233,7 @@ class GatedMLP:
     ):
         """size: the inner size; the default is the config's intermediate_size."""
         self.name = names.mlp
-        size = size or config.intermediate_size
+        size = size or config.layer(layer).intermediate_size
         shards = {names.gate: size, names.up: size}
         if merged := "gate_up_proj" if is_merged else names.gate_up:
             shards = {merged: 2 * size}

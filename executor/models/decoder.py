@@ -26,6 +26,14 @@ from ..model import Model, RoutedTokens, StateLayer
 from ..pooling.heads import PoolingHead, TokenScore, make_head
 from .blocks import Attention, attention_for, mlp_for
 from .experts import MixtureOfExperts
+from .gemma import (
+    DenseBesideExperts,
+    LayerInputBlock,
+    LayerInputs,
+    LayerScalar,
+    ScaledExperts,
+    SharedAttention,
+)
 from .latent import LatentAttention
 from .layers import Embedding, LayerFactory, Linear, RMSNorm, Weights
 from .linear import GatheredHead
@@ -53,6 +61,7 @@ class ResidualBlock(NamedTuple):
     is_mixer: bool
     before: RMSNorm | None
     after: RMSNorm | None
+    scalar: LayerScalar | None = None  # multiplies the stream once the result is added
 
     def compute(
         self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
@@ -81,8 +90,9 @@ class BothMixers:
 
 
 class DecoderLayer:
-    """A list of residual blocks: attention, a recurrent mixer, or both side by side, and an MLP. A
-    layer may lack the first or the last of these.
+    """A list of residual blocks: attention, a recurrent mixer, or both side by side; an MLP; and a
+    block that reads an input of the layer's own. A layer may lack some of these. In the end it may
+    multiply the residual stream by a scalar.
     """
 
     def __init__(
@@ -94,13 +104,20 @@ class DecoderLayer:
         norms: LayerNorms,
         mixer: Mixer | None = None,
         names: TensorNames = PLAIN_NAMES,
+        inputs: LayerInputBlock | None = None,
+        scalar: LayerScalar | None = None,
     ):
         self.self_attn, self.mixer, self.mlp = self_attn, mixer, mlp
+        self.inputs, self.scalar = inputs, scalar
         both: Any = self_attn if mixer is None else mixer
         if self_attn is not None and mixer is not None:
             both = BothMixers(self_attn, mixer, make.ops, config.attention_out_scale)
         before_mixer, after_mixer, before_mlp, after_mlp = norms
-        kinds = (both, True, before_mixer, after_mixer), (mlp, False, before_mlp, after_mlp)
+        kinds = (
+            (both, True, before_mixer, after_mixer),
+            (mlp, False, before_mlp, after_mlp),
+            (inputs, False, None, "post_per_layer_input_norm"),
+        )
 
         def norm(name: str | None) -> RMSNorm | None:
             return None if name is None else make.norm(name, config.hidden_size, config)
@@ -110,8 +127,10 @@ class DecoderLayer:
             for block, is_mixer, before, after in kinds
             if block is not None
         ]
+        self.blocks[-1] = self.blocks[-1]._replace(scalar=scalar)
         # here they can be found by those that trace the model
-        self.norms = [one for block in self.blocks for one in block[2:] if one is not None]
+        norms_of_blocks = [one for block in self.blocks for one in (block.before, block.after)]
+        self.norms = [one for one in norms_of_blocks if one is not None]
         self._names = names
 
     def weights(self, prefix: str) -> Weights:
@@ -121,8 +140,9 @@ class DecoderLayer:
             yield from self.mixer.weights(f"{prefix}{self._names.mixer}.")
         if self.mlp is not None:
             yield from self.mlp.weights(f"{prefix}{self.mlp.name}." if self.mlp.name else prefix)
-        for norm in self.norms:
-            yield from norm.weights(prefix)
+        for part in (*self.norms, self.inputs, self.scalar):
+            if part is not None:
+                yield from part.weights(prefix)
 
 
 def make_layer(
@@ -133,14 +153,19 @@ def make_layer(
     make_mlp: Callable[[int], MLP],
     norms: LayerNorms,
     names: TensorNames,
+    layer_inputs: LayerInputs | None,
+    has_scalar: bool,
 ) -> DecoderLayer:
     """Makes the blocks that the configuration says a layer has."""
-    own, mixer = config.layer(index), None
+    own, mixer, inputs = config.layer(index), None, None
     attention = make_attention(index) if own.has_attention else None
     if own.mixer is not None:
         mixer = MIXERS[type(own.mixer)](make, config.hidden_size, own.mixer)
     mlp = make_mlp(index) if own.has_mlp else None
-    return DecoderLayer(make, config, attention, mlp, norms, mixer, names)
+    if layer_inputs is not None:
+        inputs = LayerInputBlock(make, config, index, layer_inputs)
+    scalar = LayerScalar(make) if has_scalar else None
+    return DecoderLayer(make, config, attention, mlp, norms, mixer, names, inputs, scalar)
 
 
 class Decoder(Model):
@@ -159,6 +184,7 @@ class Decoder(Model):
         norms: LayerNorms = PRE_NORMS,
         embedding_scale: float | None = None,
         names: TensorNames = PLAIN_NAMES,
+        has_layer_scalars: bool = False,
     ):
         """embedding_scale: the default is the config's."""
         self.config, self.names = config, names
@@ -179,12 +205,12 @@ class Decoder(Model):
         if config.experts is not None:
             own, count = make.own_experts(config.experts.count), config.experts.count
             self.other_experts = set(range(count)).difference(own)
+        inputs = config.per_layer_inputs
+        self.layer_inputs = None if inputs is None else LayerInputs(make, config, inputs)
         # the layers of this stage
         self.layer_range = self.stages.layers_of(config.num_hidden_layers, head_in_layers(config))
-        self.layers = [
-            make_layer(make, config, index, make_attention, make_mlp, norms, names)
-            for index in self.layer_range
-        ]
+        parts = make_attention, make_mlp, norms, names, self.layer_inputs, has_layer_scalars
+        self.layers = [make_layer(make, config, index, *parts) for index in self.layer_range]
         # the residual stream of a stage after the first one, [tokens, hidden_size]
         self.state, self._device = torch.empty(0), make.device
         self.norm: RMSNorm | None = None
@@ -219,30 +245,47 @@ class Decoder(Model):
         # a plugin's layer need not know the options of other models than its own
         options = {
             name: True
-            for name in ("qk_norm_whole", "is_merged", "has_sinks", "is_interleaved")
+            for name in (
+                *("qk_norm_whole", "is_merged", "has_sinks"),
+                *("is_interleaved", "value_norm"),
+            )
             if getattr(row, name)
         }
         named = {} if row.names == PLAIN_NAMES else {"names": row.names}
         merged = {"is_merged": True} if row.is_merged else {}
 
+        made: dict[int, Attention] = {}
+
         def make_attention(layer: int) -> Any:
             if config.latent is not None:
                 return make.block(LatentAttention, config, layer, ropes)
-            kind = attention_for(config)
+            owner = config.layer(layer).kv_from
+            if owner is not None:
+                shared = ropes, made[owner], qkv_bias, o_bias
+                return make.block(SharedAttention, config, layer, *shared, **named)
             own = {**biases, "qk_norm": row.has_qk_norm(config), **options, **named}
-            return make.block(kind, config, layer, ropes, **own)
+            made[layer] = make.block(attention_for(config), config, layer, ropes, **own)
+            return made[layer]
 
         def make_mlp(layer: int) -> MLP:
-            if config.experts is None or layer in config.experts.dense_layers:
-                kind = mlp_for(config)
-                return make.block(kind, config, layer, bias=config.mlp_bias, **merged, **named)
+            has_experts = config.experts is not None and layer not in config.experts.dense_layers
             of_parts = {"names_of_parts": row.names} if named else {}
-            return make.block(MixtureOfExperts, config, layer, **of_parts)
+            if has_experts and not config.experts.names.is_beside_mlp:
+                return make.block(MixtureOfExperts, config, layer, **of_parts)
+            kind = mlp_for(config)
+            dense = make.block(kind, config, layer, bias=config.mlp_bias, **merged, **named)
+            if not has_experts:
+                return dense
+            return DenseBesideExperts(make, config, dense, make.block(ScaledExperts, config, layer))
 
         scale = config.embedding_scale
         if row.scaled_embedding:  # transformers multiplies by a number of the model's dtype
             scale = torch.tensor(scale, dtype=make.dtype).item()
-        return cls(make, config, make_attention, make_mlp, row.norms, scale, row.names)
+        norms = row.norms
+        if config.experts is not None and config.experts.names.is_beside_mlp:
+            norms = (*norms[:2], None, norms[3])  # the block has the norms before its parts
+        parts = make_attention, make_mlp, norms, scale, row.names, row.has_layer_scalars
+        return cls(make, config, *parts)
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
@@ -256,6 +299,8 @@ class Decoder(Model):
             residual = self.embed_tokens(token_ids)
             if self.embedding_scale != 1.0:
                 self.ops.scale(residual, self.embedding_scale)
+            if self.layer_inputs is not None:
+                self.layer_inputs.begin(token_ids, residual)
         else:
             residual = self.state[: len(token_ids)]
         norm = self.layers[0].blocks[0].before
@@ -266,7 +311,7 @@ class Decoder(Model):
             for part, before in zip(layer.blocks, following):
                 x = block = part.compute(x, positions, metadata)
                 check_block(part.block, x, residual)
-                x = self._add(x, residual, part.after, before)
+                x = self._add(x, residual, part, before)
         if not (self.stages.is_first or self.stages.is_last):
             return block  # the stream is in `state`; a program's result is that of a kernel
         return x
@@ -293,20 +338,26 @@ class Decoder(Model):
             self.stages.send(hidden if self.stages.is_first else self.state[: len(hidden)])
 
     def _add(
-        self, x: torch.Tensor, residual: torch.Tensor, after: RMSNorm | None, before: RMSNorm | None
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        block: ResidualBlock,
+        before: RMSNorm | None,
     ) -> torch.Tensor:
-        """Adds a block's result `x` to `residual` in place and returns the input of the next block.
-        `after` and `before` are the norms of the result and of that input.
+        """Adds a block's result `x` to `residual` in place and returns the input of the next block,
+        after its norm `before`.
         """
-        if after is not None:
-            x = after(x)
+        if block.after is not None:
+            x = block.after(x)
         if self.config.residual_scale != 1.0:
             self.ops.scale(x, self.config.residual_scale)
-        if before is None:
-            self.ops.add(x, residual)
-            return residual
-        before.add(x, residual)
-        return x
+        if before is not None and block.scalar is None:
+            before.add(x, residual)
+            return x
+        self.ops.add(x, residual)
+        if block.scalar is not None:
+            self.ops.scale(residual, block.scalar.value)
+        return residual if before is None else before(residual)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size] f32"""
@@ -314,6 +365,8 @@ class Decoder(Model):
         logits = self.lm_head.logits(hidden)
         if self.config.logits_scale != 1.0:
             self.ops.scale(logits, self.config.logits_scale)
+        if self.config.logits_cap:
+            self.ops.soft_cap(logits, self.config.logits_cap)
         return logits
 
     def weights(self) -> Weights:
@@ -323,6 +376,8 @@ class Decoder(Model):
         prefix, base = self.config.name_prefix, self.config.base_prefix
         if self.embed_tokens is not None:
             yield from self.embed_tokens.weights(base)
+        if self.layer_inputs is not None:
+            yield from self.layer_inputs.weights(base)
         for i, layer in zip(self.layer_range, self.layers):
             yield from layer.weights(f"{base}layers.{i}.")
         if self.norm is not None:

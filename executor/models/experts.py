@@ -112,6 +112,10 @@ class MixtureOfExperts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]"""
+        return self.mix(x, *self.route(x))
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, hidden_size] -> ids [T, K] i32 and weights [T, K] fp32 of each token's experts."""
         config = self.config
         ids, weights = self.ops.route_experts(
             self.router.logits(x),
@@ -125,6 +129,10 @@ class MixtureOfExperts:
             config.names.group_best,
         )
         self.ops.count_experts(ids, self.routed.slots, self.routed.counts)
+        return ids, weights
+
+    def mix(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size], and what `route` returns -> [T, hidden_size]"""
         mix = self.ops.fused_moe if self.divided is None else self.divided
         latent = x if self.latent_in is None else self.latent_in(x)
         out = self.all_reduce(mix(latent, ids, weights, self.experts))

@@ -7,7 +7,6 @@ Must not know: architectures, files, requests, how a layer with weights is made.
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from ...ipc.models.architectures import PLAIN_NAMES, TensorNames
 from ...ipc.models.decoder_config import DecoderConfig, PerLayerInputs
 from ...kernels.ops import AttentionMetadata
+from ..weights.table import Weight
 from .blocks import Attention, GatedMLP
 from .experts import MixtureOfExperts
 from .layers import Embedding, LayerFactory, RMSNorm, Rope, Weights
@@ -32,14 +32,16 @@ class SharedAttention:
         layer: int,
         ropes: list[Rope | None],
         owner: Attention,
+        q_bias: bool,
+        o_bias: bool,
         names: TensorNames = PLAIN_NAMES,
     ):
         """`layer` is the index in the stack, and `ropes` come from make.ropes."""
         self.owner, self.ops = owner, make.ops
         self.num_heads, self.head_dim = owner.num_heads, owner.head_dim
         rows = config.num_attention_heads * self.head_dim
-        self.q_proj = make.linear(config.hidden_size, {"q_proj": rows}, unit=self.head_dim)
-        self.o_proj = make.row_linear(names.o_proj, rows, config.hidden_size)
+        self.q_proj = make.linear(config.hidden_size, {"q_proj": rows}, q_bias, unit=self.head_dim)
+        self.o_proj = make.row_linear(names.o_proj, rows, config.hidden_size, o_bias)
         self.q_norm = make.norm(names.q_norm, self.head_dim, config)
         self.rope, self.scale = ropes[layer], config.attention_scale
         self.sliding_window = config.sliding_windows[layer]
@@ -70,21 +72,23 @@ class SharedAttention:
 class LayerScalar:
     """A number by which a layer multiplies the residual stream."""
 
+    saved_bytes = 0
+
     def __init__(self, make: LayerFactory):
         self._weight = make.parameter(1)
+        self.value = 1.0  # the weight's, on the host
 
-    @cached_property
-    def value(self) -> float:
-        """Read once the weight is there."""
-        return self._weight.item()
+    def fill(self, tensor: torch.Tensor, values: Any) -> None:
+        self._weight.copy_(values)
+        self.value = self._weight.item()
 
     def weights(self, prefix: str) -> Weights:
-        yield f"{prefix}layer_scalar", self._weight
+        yield f"{prefix}layer_scalar", Weight(self._weight, self)
 
 
 class LayerInputs:
-    """What each layer gets of a step's tokens beside the residual stream: for every layer a row of a
-    table, and a part of a projection of the embedding, which are added.
+    """What each layer gets of a step's tokens beside the residual stream: a part of a table's row
+    plus a part of a projection of the embedding.
     """
 
     def __init__(self, make: LayerFactory, config: DecoderConfig, sizes: PerLayerInputs):
@@ -92,9 +96,7 @@ class LayerInputs:
         self.num_layers = config.num_hidden_layers
         width = self.num_layers * self.size
         self.table: Embedding = make.table("embed_tokens_per_layer", sizes.vocab_size, width)
-        self.projection = make.whole_linear(
-            "per_layer_model_projection", config.hidden_size, width
-        )
+        self.projection = make.whole_linear("per_layer_model_projection", config.hidden_size, width)
         self.norm: RMSNorm = make.norm("per_layer_projection_norm", self.size, config)
         # transformers multiplies by a number of the model's dtype
         self._table_scale = torch.tensor(self.size**0.5, dtype=make.dtype).item()
@@ -151,7 +153,8 @@ class ScaledExperts(MixtureOfExperts):
     def __init__(self, make: LayerFactory, config: DecoderConfig, layer: int):
         super().__init__(make, config, layer)
         self.before = make.norm("pre_feedforward_layernorm_2", config.hidden_size, config)
-        self.router_norm = make.norm("router.scale", config.hidden_size, config)
+        scales = make.parameter(config.hidden_size, dtype=torch.float32)
+        self.router_norm = RMSNorm("router.scale", scales, config.rms_norm_eps, make.ops)
         self._router_scale = config.hidden_size**-0.5
         self._expert_scales = make.parameter(self.config.count, dtype=torch.float32)
 
@@ -174,6 +177,8 @@ class DenseBesideExperts:
     """The sum of a gated MLP and of a mixture of experts, each between norms of its own, which both
     read the residual stream.
     """
+
+    name = ""  # its parts stand in the layer itself
 
     def __init__(self, make: LayerFactory, config: DecoderConfig, dense: GatedMLP, experts: Any):
         size, self.ops = config.hidden_size, make.ops

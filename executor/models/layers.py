@@ -31,6 +31,7 @@ from .layer_registry import Layer, choose_layer
 from .linear import Embedding as Embedding
 from .linear import (
     GatheredHead,
+    MappedTable,
     Packer,
     PartEmbedding,
     RowLinear,
@@ -241,6 +242,15 @@ class LayerFactory:
             self.group,
         )
 
+    def whole_linear(self, name: str, in_features: int, out_features: int) -> Linear:
+        """Makes a projection that every rank has whole. It takes no adapters."""
+        weight = self.parameter(out_features, in_features)
+        return Linear({name: out_features}, weight, None, self._packer(weight, self._bits))
+
+    def table(self, name: str, num_rows: int, size: int) -> Embedding:
+        """Makes a table of which a step reads few rows, and every rank all."""
+        return MappedTable(name, self.parameter(num_rows, size), self.ops)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all ranks' `x`, rounded to its dtype, or `x` itself for one rank."""
         return x if self.group.size == 1 else self.group.all_reduce(x, x.dtype)
@@ -352,6 +362,11 @@ class LayerFactory:
             weight = Weight(weight, offset=config.norm_offset)
         chosen = self._choose(RMSNorm, config, None)
         return chosen(name, weight, config.rms_norm_eps, self.ops)
+
+    def unweighted_norm(self, size: int, config: DecoderConfig) -> RMSNorm:
+        """Makes a norm whose weight is 1, and stands in no checkpoint."""
+        ones = torch.ones(size, dtype=torch.float32, device=self.device)
+        return self._choose(RMSNorm, config, None)("", ones, config.rms_norm_eps, self.ops)
 
     def _choose(self, built_in: type, config: DecoderConfig, layer: int | None) -> Layer:
         chosen = choose_layer(built_in, config, layer)

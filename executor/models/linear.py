@@ -319,6 +319,20 @@ class Embedding:
         yield f"{prefix}{self.name}.weight", weight
 
 
+class MappedTable(Embedding):
+    """A table that stays in the file that it comes from, if that has the model's dtype. A step
+    reads few of its rows, and the system keeps those that are often read. The file must not change.
+    """
+
+    def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
+        is_stored = isinstance(values, torch.Tensor) and values.is_contiguous()
+        if is_stored and (values.dtype, values.device) == (tensor.dtype, tensor.device):
+            self.saved_bytes = tensor.nbytes
+            self.use(values)
+        else:
+            super().fill(tensor, values)
+
+
 class PartEmbedding(Embedding):
     """The rows of a part of the table."""
 

@@ -15,7 +15,6 @@ import torch
 from ..weights.load_times import LoadTimes
 from ..weights.packed_cache import PackedCache, StoredArray
 from ..weights.table import layer_of
-from .encoder import RelativeBias
 from .latent import HeadProjections
 from .layers import Embedding, Linear
 
@@ -35,7 +34,7 @@ class PackedLayers:
         self._linears: dict[str, Linear] = {}
         self._embeddings: dict[str, Embedding] = {}
         self._others: dict[str, torch.Tensor] = {}  # norms and biases
-        self._derived: dict[str, RelativeBias] = {}  # what is computed from the values of some
+        self._derived: dict[str, Any] = {}  # layers that compute something from the values of some
         can_restore = True
         for name, tensor in model.weights() if cache is not None else ():
             layer = layer_of(tensor)
@@ -47,7 +46,7 @@ class PackedLayers:
             else:
                 can_restore = can_restore and not isinstance(layer, HeadProjections)
                 self._others[name] = tensor
-                if isinstance(layer, RelativeBias):
+                if layer is not None and not isinstance(layer, Linear):
                     self._derived[name] = layer
         can_restore = can_restore and all(layer.can_restore for layer in self._linears.values())
         if cache is not None and not can_restore:

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...ipc.models.architectures import ENCODERS, NATIVE, Architecture
+from ...ipc.models.architectures import BESIDE_NORMS, ENCODERS, NATIVE, Architecture
 from ...ipc.models.checkpoint import read_stored_weights
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.encoder_config import EncoderConfig
@@ -29,7 +29,10 @@ SAMPLING_ROW_BYTES = 2 * 8192 * 8
 ATTENTION_PIECES = 32  # kernels/triton/attention_decode.py
 # these matrices are no linear layers: experts, positions, embeddings of layers
 _NOT_LINEAR = re.compile(r"\.experts\.|wpe|embed|router")
-_FP32_VECTORS = ("sinks", ".A_log", ".dt_bias", ".D", ".expert_bias", ".e_score_correction_bias")
+_FP32_VECTORS = (
+    *("sinks", ".A_log", ".dt_bias", ".D", ".expert_bias", ".e_score_correction_bias"),
+    *("router.scale", "router.per_expert_scale"),
+)
 KV_SCALE_BYTES = 4  # per head in int8 (kernels/ops.py: kv_cache_row)
 
 
@@ -45,6 +48,11 @@ def kv_bytes_by_layer(
     has_values = isinstance(config, EncoderConfig) or config.latent is None
     heads = [(1 + has_values) * one.num_kv_heads for one in kinds]
     return [count * (one.head_dim * number_bytes + scale_bytes) for count, one in zip(heads, kinds)]
+
+
+def largest_head_dim(config: DecoderConfig | EncoderConfig) -> int:
+    """Returns the size of heads in the layer with the largest ones."""
+    return max(config.layer(index).head_dim for index in range(config.num_hidden_layers))
 
 
 def kv_bytes_per_token(
@@ -169,7 +177,9 @@ def measure_model(
 
 def _norms_of_layers(row: Architecture, names: Iterable[str]) -> list[str]:
     """The norms that LayerFactory.norm makes: all but those of mixers."""
-    ends, of_mixer = ("norm.weight", f".{row.names.final_norm}.weight"), f".{row.names.mixer}."
+    beside = (f"{name}.weight" for name in BESIDE_NORMS)
+    ends = ("norm.weight", f".{row.names.final_norm}.weight", *beside)
+    of_mixer = f".{row.names.mixer}."
     found = [name for name in names if name.endswith(ends)]
     return [name for name in found if not row.names.mixer or of_mixer not in name]
 
@@ -180,7 +190,7 @@ def _linear_shapes(
     """Returns (rows, columns) of every linear layer's weight as merged by
     executor/models/layers.py, without the head.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     up = 1 + (
         config.has_gated_mlp
         if isinstance(config, DecoderConfig)
@@ -193,11 +203,14 @@ def _linear_shapes(
             shapes += config.attention_shapes(own)
         if own.mixer is not None:
             shapes += own.mixer.linear_shapes(hidden)
-        size = inner
+        size = own.intermediate_size or config.intermediate_size
         if experts is not None and index not in experts.dense_layers:
-            size = experts.shared_size
+            size = size if experts.names.is_beside_mlp else experts.shared_size
         if own.has_mlp and size:
             shapes += [(up * size, hidden), (hidden, size)]
+    if isinstance(config, DecoderConfig) and (inputs := config.per_layer_inputs) is not None:
+        shapes += [(config.num_hidden_layers * inputs.size, hidden)]
+        shapes += [(inputs.size, hidden), (hidden, inputs.size)] * config.num_hidden_layers
     return shapes
 
 

@@ -44,6 +44,7 @@ from .model_sizes import (
     StoredSizes,
     kv_bytes_by_layer,
     kv_bytes_per_token,
+    largest_head_dim,
     measure_model,
 )
 
@@ -173,7 +174,7 @@ def make_plan(
     config = resolve(args)
     model_config, size = config.model_config, num_ranks(config)
     sizes = measure_model(model_config.hf_config, model_config.model, model_config.model_impl)
-    _check_supported(config, sizes.config.head_dim)
+    _check_supported(config, largest_head_dim(sizes.config))
     memory = _measure_memory(config, memory_bytes)
     draft_bytes, draft_block_bytes = _bytes_of_draft(config)
     weights_bytes, keeps_blocks = weights_in_engine(config, sizes)

@@ -25,6 +25,7 @@ from .decoder_config import (
 from .encoders import ENCODERS, EncoderArchitecture
 from .experts_config import ExpertsFormat, first_layers, sparse_steps
 from .forms import GENERATE, family_and_form
+from .gemma_config import gemma_fields, gemma_keys
 from .latent_config import latent_dense_layers, latent_fields, latent_keys
 from .mamba_families import (
     bamba_fields,
@@ -50,6 +51,13 @@ SANDWICH_NORMS: LayerNorms = (
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
+)
+
+# the further norms of a layer with experts beside a gated MLP: after that, before and after them
+BESIDE_NORMS = (
+    "post_feedforward_layernorm_1",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_2",
 )
 
 
@@ -96,6 +104,7 @@ class Architecture:
     o_bias: bool | None = None
     qk_norm: bool | None = False
     qk_norm_whole: bool = False
+    value_norm: bool = False  # of each head, without a weight
     has_sinks: bool = False  # of attention, one for each head
     is_merged: bool = False
     is_interleaved: bool = False  # rotary pairs are neighbours
@@ -105,6 +114,7 @@ class Architecture:
     defaults: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     scaled_embedding: bool = False  # whether it is multiplied by the root of hidden_size
+    has_layer_scalars: bool = False  # by which layers multiply the residual stream
     prefix: str = ""  # of all tensors' names
     experts: ExpertsFormat | None = None
     read_keys: Callable[[dict[str, Any]], dict[str, Any]] | None = None
@@ -140,6 +150,11 @@ class Architecture:
             for name, shape in self._layer(config, layer):
                 shapes[f"{base}layers.{layer}.{name}"] = shape
         shapes[f"{base}{names.final_norm}.weight"] = [hidden]
+        if (inputs := config.per_layer_inputs) is not None:
+            width = config.num_hidden_layers * inputs.size
+            shapes[f"{base}embed_tokens_per_layer.weight"] = [inputs.vocab_size, width]
+            shapes[f"{base}per_layer_model_projection.weight"] = [width, hidden]
+            shapes[f"{base}per_layer_projection_norm.weight"] = [inputs.size]
         if (config.has_lm_head or config.score_tokens) and not config.tie_word_embeddings:
             shapes["lm_head.weight"] = embedding
         shapes |= dict(item for layer in config.head for item in layer.shapes())
@@ -177,6 +192,12 @@ class Architecture:
         norms = self.norms[:2] if layer.has_attention or layer.mixer is not None else ()
         norms += self.norms[2:] if layer.has_mlp else ()
         yield from ((f"{name}.weight", [hidden]) for name in norms if name is not None)
+        if self.has_layer_scalars:
+            yield "layer_scalar", [1]
+        if (inputs := config.per_layer_inputs) is not None:
+            yield "per_layer_input_gate.weight", [inputs.size, hidden]
+            yield "per_layer_projection.weight", [hidden, inputs.size]
+            yield "post_per_layer_input_norm.weight", [hidden]
 
     def _attention(self, config: DecoderConfig, layer: LayerConfig) -> Shapes:
         hidden, head_dim, names = config.hidden_size, layer.head_dim, self.names
@@ -190,6 +211,8 @@ class Architecture:
         qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         if config.attention_gate == GATE_OF_ELEMENTS:
             qkv["q_proj"] *= 2
+        if not layer.has_values:
+            del qkv["v_proj"]
         if layer.kv_from is not None:
             qkv = {"q_proj": qkv["q_proj"]}
         if self.is_merged:
@@ -208,14 +231,20 @@ class Architecture:
 
     def _mlp(self, config: DecoderConfig, index: int) -> Shapes:
         experts, own = self.experts, config.experts
-        if experts is None or own is None or index in own.dense_layers:
-            size, has_bias = config.intermediate_size, config.mlp_bias
+        has_experts = experts is not None and own is not None and index not in own.dense_layers
+        if not has_experts or experts.is_beside_mlp:
+            size, has_bias = config.layer(index).intermediate_size, config.mlp_bias
             yield from self._dense_mlp(config, self.names.mlp, size, has_bias)
+        if not has_experts:
             return
         yield from experts.weight_shapes(own, config.hidden_size)
         if own.shared_size:
             shared = experts.name_of(experts.shared)
             yield from self._dense_mlp(config, shared, own.shared_size, False)
+        if experts.is_beside_mlp:
+            yield "router.scale", [config.hidden_size]
+            yield "router.per_expert_scale", [own.count]
+            yield from ((f"{name}.weight", [config.hidden_size]) for name in BESIDE_NORMS)
 
     def _dense_mlp(self, config: DecoderConfig, block: str, size: int, has_bias: bool) -> Shapes:
         hidden, names = config.hidden_size, self.names
@@ -306,6 +335,40 @@ ARCHITECTURES = {
         },
         constants={"norm_offset": 1.0, "fp32_norms": True},
         scaled_embedding=True,
+    ),
+    "Gemma4ForCausalLM": Architecture(
+        "gemma4_text",
+        honours=(
+            *("attention_bias", "layer_types", "partial_rotary_factor"),
+            *("final_logit_softcapping", "use_bidirectional_attention", "num_experts"),
+        ),
+        qk_norm=True,
+        value_norm=True,
+        norms=SANDWICH_NORMS,
+        activation="gelu_tanh",
+        defaults={
+            "vocab_size": 262_144,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "hidden_size_per_layer_input": 256,
+        },
+        constants={"fp32_norms": True, "attention_scale": 1.0},
+        scaled_embedding=True,
+        has_layer_scalars=True,
+        experts=ExpertsFormat(
+            "moe_intermediate_size",
+            renormalizes=True,
+            is_optional=True,
+            is_beside_mlp=True,
+            block="",
+            router="router.proj",
+        ),
+        read_keys=gemma_keys,
+        read_fields=gemma_fields,
     ),
     "Phi3ForCausalLM": Architecture(
         "phi3",
@@ -712,6 +775,17 @@ ARCHITECTURES |= {
         ),
     ),
 }
+_GEMMA4 = ARCHITECTURES["Gemma4ForCausalLM"]
+ARCHITECTURES["Gemma4UnifiedForCausalLM"] = replace(
+    _GEMMA4,
+    model_type="gemma4_unified_text",
+    defaults=_GEMMA4.defaults
+    | {
+        "max_position_embeddings": 262_144,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+    },
+)
 
 ARCHITECTURES |= {
     "Glm4MoeForCausalLM": Architecture(
@@ -767,6 +841,8 @@ ARCHITECTURES |= {
 # The multimodal architectures whose text part runs, with the type of that part.
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
     "Mistral3ForConditionalGeneration": "ministral3",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
@@ -774,6 +850,10 @@ TEXT_PARTS = {
 ARCHITECTURES |= {
     "Gemma3ForConditionalGeneration": replace(
         ARCHITECTURES["Gemma3ForCausalLM"], prefix=TEXT_PREFIX
+    ),
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, prefix=TEXT_PREFIX),
+    "Gemma4UnifiedForConditionalGeneration": replace(
+        ARCHITECTURES["Gemma4UnifiedForCausalLM"], prefix=TEXT_PREFIX
     ),
     "Mistral3ForConditionalGeneration": replace(
         ARCHITECTURES["Ministral3ForCausalLM"], prefix=TEXT_PREFIX

@@ -93,7 +93,8 @@ def _weight_file_names(directory: Path) -> list[str]:
 BUFFERS = ("position_ids", "token_type_ids")
 # Tensors of multimodal models that their text part does not need.
 OTHER_PARTS = re.compile(
-    r"(module\.|_orig_mod\.)*(model\.)?(vision_tower|multi_modal_projector|visual)\."
+    r"(module\.|_orig_mod\.)*(model\.)?(vision_tower|vision_embedder|audio_tower|embed_vision|"
+    r"embed_audio|multi_modal_projector|visual)\."
 )
 
 

@@ -104,7 +104,17 @@ _HARMLESS_ENDINGS = ("_token_id", "_token_ids", "_token", "_dropout", "_pdrop", 
 # Keys that are read, in addition to those of DecoderConfig.
 _READ = frozenset(
     {
+        "attention_k_eq_v",
         "decoder_sparse_step",
+        "enable_moe_block",
+        "global_head_dim",
+        "hidden_size_per_layer_input",
+        "num_global_key_value_heads",
+        "num_kv_shared_layers",
+        "per_layer_config",
+        "top_k_experts",
+        "use_double_wide_mlp",
+        "vocab_size_per_layer_input",
         STORED_POOLING,
         "experts_per_token",  # OpenAI's name of num_experts_per_tok
         "initial_context_length",  # of original_max_position_embeddings
@@ -271,6 +281,16 @@ class LayerConfig:
     head_dim: int = 0
     num_kv_heads: int = 0
     kv_from: int | None = None  # the layer whose keys and values it reads, in place of its own
+    has_values: bool = True  # False: its values are its keys, as they are before norm and rotation
+    intermediate_size: int = 0  # of its MLP; 0: the model's
+
+
+@dataclass(frozen=True)
+class PerLayerInputs:
+    """Of each token, inputs of the layers beside the residual stream (Gemma 3n and 4)."""
+
+    size: int  # features for each layer
+    vocab_size: int  # tokens that their table has
 
 
 @dataclass(frozen=True)
@@ -315,6 +335,8 @@ class DecoderConfig:
     norm_offset: float = 0.0  # what is added to the stored weights of norms
     fp32_norms: bool = False  # norms round once, after the weight (kernels/ops.py: rms_norm)
     experts: ExpertsConfig | None = None  # of a mixture of experts
+    per_layer_inputs: PerLayerInputs | None = None
+    logits_cap: float = 0.0  # c: logits x become c * tanh(x / c); 0: they do not
     has_lm_head: bool = True
     head: Head = ()  # of a classifier
     score_tokens: tuple[int, ...] = ()  # whose rows of the output head make a classifier
@@ -333,6 +355,7 @@ class DecoderConfig:
             own,
             head_dim=own.head_dim or self.head_dim,
             num_kv_heads=own.num_kv_heads or self.num_key_value_heads,
+            intermediate_size=own.intermediate_size or self.intermediate_size,
         )
 
     def attention_shapes(self, layer: LayerConfig) -> list[tuple[int, int]]:
@@ -342,7 +365,7 @@ class DecoderConfig:
         size, q_rows = self.hidden_size, self.num_attention_heads * layer.head_dim
         rows = 2 * q_rows if self.attention_gate == GATE_OF_ELEMENTS else q_rows
         if layer.kv_from is None:
-            rows += 2 * layer.num_kv_heads * layer.head_dim
+            rows += (1 + layer.has_values) * layer.num_kv_heads * layer.head_dim
         own = [(self.num_attention_heads, size)] if self.attention_gate == GATE_OF_HEADS else []
         return [(rows, size), (size, q_rows), *own]
 
@@ -529,6 +552,9 @@ def _scales(hf_config: dict[str, Any], head_dim: int, honours: tuple[str, ...]) 
             scales[name] = _positive(hf_config, key)
     if "logits_scaling" in honours and hf_config.get("logits_scaling") is not None:
         scales["logits_scale"] = 1 / _positive(hf_config, "logits_scaling")
+    if "final_logit_softcapping" in honours:
+        if hf_config.get("final_logit_softcapping") is not None:
+            scales["logits_cap"] = _positive(hf_config, "final_logit_softcapping")
     if "query_pre_attn_scalar" in honours:
         scales["attention_scale"] = _positive(hf_config, "query_pre_attn_scalar") ** -0.5
     return scales

@@ -53,7 +53,8 @@ class ExpertsFormat:
     `scale`, `num_groups`, `top_groups` and `latent_size` are keys of the fields of ExpertsConfig.
     `grouped`: a key and the value with which experts have groups; None: they always have them.
     `dense_layers` reads these layers from config.json. `is_optional`: a number of 0 means that no
-    layer has experts.
+    layer has experts. `is_beside_mlp`: a layer with experts also has a gated MLP, and norms of its
+    own for both (Gemma 4).
     """
 
     size: str = "intermediate_size"
@@ -64,6 +65,7 @@ class ExpertsFormat:
     has_biases: bool = False
     is_clamped: bool = False  # swiglu_alpha and swiglu_limit are those of a clamped SwiGLU
     is_optional: bool = False
+    is_beside_mlp: bool = False
     scoring: str = "softmax"
     correction: str | None = None
     scale: str | None = None

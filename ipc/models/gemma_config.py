@@ -1,11 +1,12 @@
-"""What config.json says about the layers of Gemma 4 beyond what all decoders have: sizes of heads by
-layer, keys and values that layers share, inputs of layers from tables of their own.
+"""What config.json says about the layers of Gemma 4 beyond what all decoders have: sizes of heads
+by layer, keys and values that layers share, inputs of layers from tables of their own.
 
 Must not know: tensors, how any of it is computed.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..errors import ModelLoadError
@@ -14,16 +15,15 @@ from .decoder_config import LayerConfig, PerLayerInputs
 from .rope_config import FULL, SLIDING
 
 # transformers' defaults, where config.json lacks the key
-_PATTERN, _GLOBAL_HEAD_DIM, _LAYER_INPUT_SIZE = 6, 512, 256
+_PATTERN, _GLOBAL_HEAD_DIM = 6, 512
 _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-# keys of an entry of per_layer_config -> fields of LayerConfig
-_OF_LAYER = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
+_OF_LAYER = ("head_dim", "num_key_value_heads")  # keys of an entry of per_layer_config
 
 
-def prepared(hf_config: dict[str, Any]) -> dict[str, Any]:
+def gemma_keys(hf_config: dict[str, Any]) -> dict[str, Any]:
     """The config.json with the keys that all decoders have, in their forms.
 
     Raises ModelLoadError, naming the key, for one that is malformed or unsupported.
@@ -43,13 +43,15 @@ def prepared(hf_config: dict[str, Any]) -> dict[str, Any]:
     own: dict[str, Any] = {"layer_types": [*kinds[:-1], FULL], "use_bidirectional_attention": None}
     if hf_config.get("rope_parameters") is None:
         own["rope_parameters"] = _ROPES
+    own["num_experts_per_tok"] = hf_config.get("top_k_experts")
     if not _switch(hf_config, "enable_moe_block"):
-        own["num_experts"] = None
+        own["num_experts"] = 0
     return hf_config | own
 
 
-def layer_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of DecoderConfig, from a prepared config.json."""
+def gemma_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of DecoderConfig."""
+    hf_config = gemma_keys(hf_config)
     kinds, num_layers = hf_config["layer_types"], hf_config["num_hidden_layers"]
     num_sharing = _count(hf_config, "num_kv_shared_layers", 0, num_layers - 1)
     first_sharing = num_layers - num_sharing
@@ -70,8 +72,8 @@ def layer_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
             owner = owners[-1]
         width = hf_config["intermediate_size"] * (2 if is_wide and owner is not None else 1)
         layers.append(
-            LayerConfig(
-                **sizes.get(index, {}),
+            replace(
+                sizes.get(index, LayerConfig()),
                 kv_from=owner,
                 has_values=not (key_is_value and kind == FULL),
                 intermediate_size=width,
@@ -80,42 +82,43 @@ def layer_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
     return {"layers": tuple(layers), "per_layer_inputs": _per_layer_inputs(hf_config)}
 
 
-def _sizes_by_layer(hf_config: dict[str, Any]) -> dict[int, dict[str, int]]:
-    """Sizes of heads of the layers that have other ones than most."""
+def _sizes_by_layer(hf_config: dict[str, Any]) -> dict[int, LayerConfig]:
+    """The layers that have heads of other sizes than most."""
     given = hf_config.get("per_layer_config")
     if given is None:
-        own = {"head_dim": _count(hf_config, "global_head_dim", _GLOBAL_HEAD_DIM)}
-        num_heads = _count(hf_config, "num_global_key_value_heads", 0)
-        if num_heads and _switch(hf_config, "attention_k_eq_v"):
-            own["num_kv_heads"] = num_heads
+        num_heads = 0
+        if _switch(hf_config, "attention_k_eq_v"):
+            num_heads = _count(hf_config, "num_global_key_value_heads", 0)
+        head_dim = _count(hf_config, "global_head_dim", _GLOBAL_HEAD_DIM)
+        full = LayerConfig(head_dim=head_dim, num_kv_heads=num_heads)
         kinds = hf_config["layer_types"]
-        return {index: own for index, kind in enumerate(kinds) if kind == FULL}
+        return {index: full for index, kind in enumerate(kinds) if kind == FULL}
     if not isinstance(given, dict) or not all(
-        isinstance(own, dict) and own.keys() <= _OF_LAYER.keys() for own in given.values()
+        isinstance(own, dict) and own.keys() <= {*_OF_LAYER} for own in given.values()
     ):
         raise malformed("per_layer_config", f"by layer {' and '.join(_OF_LAYER)}", given)
-    found: dict[int, dict[str, int]] = {}
+    found: dict[int, LayerConfig] = {}
     for layer, own in given.items():
         index = str(layer)
         if not index.isdecimal() or int(index) >= hf_config["num_hidden_layers"]:
             raise malformed("per_layer_config", "an object of layers", given)
         name = f"per_layer_config: {index}: "
-        found[int(index)] = {_OF_LAYER[key]: integer(name + key, own[key]) for key in own}
+        head_dim, num_heads = (
+            integer(name + key, own[key]) if key in own else 0 for key in _OF_LAYER
+        )
+        found[int(index)] = LayerConfig(head_dim=head_dim, num_kv_heads=num_heads)
     return found
 
 
 def _per_layer_inputs(hf_config: dict[str, Any]) -> PerLayerInputs | None:
-    default = _LAYER_INPUT_SIZE if "hidden_size_per_layer_input" not in hf_config else 0
-    size = _count(hf_config, "hidden_size_per_layer_input", default)
+    size = _count(hf_config, "hidden_size_per_layer_input", 0)
     if not size:
         return None
     key, least = "vocab_size_per_layer_input", hf_config["vocab_size"]
     return PerLayerInputs(size, integer(key, hf_config.get(key, least), least=least))
 
 
-def _count(
-    hf_config: dict[str, Any], key: str, default: int, most: int = MOST_OF_A_SIZE
-) -> int:
+def _count(hf_config: dict[str, Any], key: str, default: int, most: int = MOST_OF_A_SIZE) -> int:
     value = hf_config.get(key)
     return integer(key, value, most) if value else default
 

@@ -214,6 +214,8 @@ def _undivided(architecture: Architecture, shape: DecoderConfig) -> str:
     """Why the layers of an architecture are not divided among ranks; "" where they are."""
     if shape.state_parts:
         return "its layers keep states of requests"
+    if architecture.value_norm:
+        return "its layers differ in the sizes of heads"
     if architecture.is_merged:
         return "q, k and v are one tensor of the checkpoint"
     if architecture.qk_norm_whole:

@@ -31,6 +31,7 @@ _NOT_POOLED = re.compile(
     r"(^|\.)(position_ids|token_type_ids|inv_freq|original_inv_freq)$"
 )
 _MTP_HEADS = ("model.mtp_layers.", "mtp_layers.", "mtp.")  # of MiMo and of Qwen
+_KEYS_OR_VALUES = re.compile(r"\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight$")
 _OLD_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 
@@ -95,10 +96,12 @@ def _wrapper_of(stored: Collection[str]) -> str:
 
 def is_ignored(name: str, config: Any) -> bool:
     """Whether a model with this configuration needs no tensor of that name: a head for multi-token
-    prediction, which has weights of its own; an output head, where it does not generate text; or a
-    buffer.
+    prediction, which has weights of its own; keys and values of a layer that reads those of another
+    one; an output head, where it does not generate text; or a buffer.
     """
-    if name.startswith(_MTP_HEADS) or _is_further_layer(name, config):
+    if name.startswith(_MTP_HEADS):
+        return True
+    if _is_further_layer(name, config) or _is_of_shared(name, config):
         return True
     return not config.has_lm_head and _NOT_POOLED.search(name) is not None
 
@@ -112,6 +115,15 @@ def _is_further_layer(name: str, config: Any) -> bool:
     is_layer = name.startswith(prefix) and layer.isdecimal()
     further = int(layer) - config.num_hidden_layers if is_layer else -1
     return 0 <= further < config.num_nextn_predict_layers
+
+
+def _is_of_shared(name: str, config: Any) -> bool:
+    """Whether it is of the keys and values of a layer that reads those of another one."""
+    found = _KEYS_OR_VALUES.search(name)
+    layers = getattr(config, "layers", ())
+    return found is not None and any(
+        layer.kv_from is not None for layer in layers[int(found[1]) : int(found[1]) + 1]
+    )
 
 
 def find_stored_names(names: Collection[str], config: Any, directory: Path) -> StoredNames:

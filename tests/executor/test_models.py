@@ -18,7 +18,7 @@ from quire.ipc.errors import ModelLoadError
 from quire.ipc.models.architectures import ARCHITECTURES
 from quire.kernels import registry
 from quire.tests.executor.driver import Driver, Row, generate, greedy, start_executor
-from quire.tests.tiny_models import save_tiny_multimodal_model
+from quire.tests.tiny_models import GEMMA4_EXPERTS, save_tiny_multimodal_model
 
 BLOCK_SIZE = 16
 BUNDLED = Path(bundled_model.__file__).parent
@@ -94,6 +94,9 @@ VARIANTS = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
     ),
+    "gemma4": ("gemma4_text", {}),
+    "gemma4-experts": ("gemma4_text", GEMMA4_EXPERTS),
+    "gemma4-keys-as-values": ("gemma4_text", {**GEMMA4_EXPERTS, "enable_moe_block": False}),
     "phi3": ("phi3", {}),
     "phi3-window-partial": (
         "phi3",
@@ -320,7 +323,7 @@ def test_long_prompt_is_token_exact(kind, overrides, tiny, oracle):
     [
         *("gemma3", "phi3", "smollm3", "olmo3", "granite", "ministral3-beyond"),
         *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"),
-        *("deepseek-v2", "deepseek-v3", "ernie4-5", "exaone4"),
+        *("deepseek-v2", "deepseek-v3", "ernie4-5", "exaone4", "gemma4", "gemma4-experts"),
     ],
 )
 def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(
@@ -381,7 +384,7 @@ def test_bits_of_states_depend_neither_on_the_batch_nor_on_chunks(variant, quant
     "variant",
     [
         *("qwen2-window", "mistral", "gemma3", "olmo3", "mixtral-window", "qwen2-moe", "gpt-oss"),
-        *("granite-hybrid", "falcon-h1", "nemotron-h", "mamba2"),
+        *("granite-hybrid", "falcon-h1", "nemotron-h", "mamba2", "gemma4", "gemma4-experts"),
         *("qwen3-next", "qwen3.5", "lfm2-moe", "lfm3"),
         *("deepseek-v3", "glm4-moe-lite"),
     ],

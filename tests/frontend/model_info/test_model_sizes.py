@@ -20,7 +20,7 @@ from quire.ipc.models.memory_plan import QUANTIZATION_BITS
 from quire.kernels import registry
 from quire.kernels.ops import kv_cache_row
 from quire.tests.ipc.models.test_encoders import FAMILIES, config_of
-from quire.tests.tiny_models import KINDS, make_tiny_config
+from quire.tests.tiny_models import GEMMA4_EXPERTS, KINDS, make_tiny_config
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -33,7 +33,8 @@ CASES = [
     for kind in KINDS
     for variant in VARIANTS
     if kind in "qwen2 qwen3" or "attention_bias" not in variant
-] + [("llama", {"mlp_bias": True, "head_dim": 10})]
+    if kind != "gemma4_text" or "num_hidden_layers" not in variant
+] + [("llama", {"mlp_bias": True, "head_dim": 10}), ("gemma4_text", GEMMA4_EXPERTS)]
 
 
 @pytest.mark.parametrize(("kind", "variant"), CASES)

@@ -37,8 +37,8 @@ def test_original_length_next_to_the_parameters_has_precedence():
     ("hf_config", "message"),
     [
         (
-            {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
-            "rope type 'proportional' is not supported; supported: default, linear",
+            {"rope_scaling": {"rope_type": "axial", "factor": 2.0}},
+            "rope type 'axial' is not supported; supported: default, linear",
         ),
         (
             {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},

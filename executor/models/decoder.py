@@ -268,13 +268,15 @@ class Decoder(Model):
             return made[layer]
 
         def make_mlp(layer: int) -> MLP:
-            has_experts = config.experts is not None and layer not in config.experts.dense_layers
-            of_parts = {"names_of_parts": row.names} if named else {}
-            if has_experts and not config.experts.names.is_beside_mlp:
+            experts = config.experts
+            if experts is not None and layer in experts.dense_layers:
+                experts = None
+            if experts is not None and not experts.names.is_beside_mlp:
+                of_parts = {"names_of_parts": row.names} if named else {}
                 return make.block(MixtureOfExperts, config, layer, **of_parts)
             kind = mlp_for(config)
             dense = make.block(kind, config, layer, bias=config.mlp_bias, **merged, **named)
-            if not has_experts:
+            if experts is None:
                 return dense
             return DenseBesideExperts(make, config, dense, make.block(ScaledExperts, config, layer))
 

@@ -325,12 +325,12 @@ class MappedTable(Embedding):
     """
 
     def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
-        is_stored = isinstance(values, torch.Tensor) and values.is_contiguous()
-        if is_stored and (values.dtype, values.device) == (tensor.dtype, tensor.device):
-            self.saved_bytes = tensor.nbytes
-            self.use(values)
-        else:
+        kind = tensor.dtype, tensor.device
+        if isinstance(values, PackedRows) or (values.dtype, values.device) != kind:
             super().fill(tensor, values)
+            return
+        self.saved_bytes = tensor.nbytes
+        self.use(values)
 
 
 class PartEmbedding(Embedding):

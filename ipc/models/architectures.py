@@ -231,17 +231,16 @@ class Architecture:
 
     def _mlp(self, config: DecoderConfig, index: int) -> Shapes:
         experts, own = self.experts, config.experts
-        has_experts = experts is not None and own is not None and index not in own.dense_layers
-        if not has_experts or experts.is_beside_mlp:
-            size, has_bias = config.layer(index).intermediate_size, config.mlp_bias
-            yield from self._dense_mlp(config, self.names.mlp, size, has_bias)
-        if not has_experts:
+        dense = config.layer(index).intermediate_size, config.mlp_bias
+        if experts is None or own is None or index in own.dense_layers:
+            yield from self._dense_mlp(config, self.names.mlp, *dense)
             return
         yield from experts.weight_shapes(own, config.hidden_size)
         if own.shared_size:
             shared = experts.name_of(experts.shared)
             yield from self._dense_mlp(config, shared, own.shared_size, False)
         if experts.is_beside_mlp:
+            yield from self._dense_mlp(config, self.names.mlp, *dense)
             yield "router.scale", [config.hidden_size]
             yield "router.per_expert_scale", [own.count]
             yield from ((f"{name}.weight", [config.hidden_size]) for name in BESIDE_NORMS)

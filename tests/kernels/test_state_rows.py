@@ -80,8 +80,8 @@ def test_bits_depend_neither_on_cuts_nor_on_other_requests(op, dtype, implementa
     request = Request(op, dtype, implementation.function)
     expected, state = request.run([])
     assert expected.isfinite().all() and (state != FILL).any()
-    every = list(range(1, TOTAL))
-    for cuts in ([1], [TOTAL - 1], [2, 3], [TOTAL // 2], [8, 9, 11], every):
+    some = [[1], [TOTAL - 1], [2, 3], [TOTAL // 2], [8, 9, 11], list(range(1, TOTAL))]
+    for cuts in [[2, 3]] if INTERPRETED else some:
         for beside in (False, True):
             result, own = request.run(cuts, beside)
             assert torch.equal(result, expected), (cuts, beside)
@@ -98,8 +98,8 @@ def test_a_state_is_kept_and_copied_after_the_tokens_that_a_step_names(op, dtype
         request.step(0, count)
         states.append(request.state())
     assert torch.equal(states[-1], end)
-    for last in range(4, 9):
-        for copy in (-1, 3, *range(4, 9), 9):
+    for last in [6] if INTERPRETED else range(4, 9):
+        for copy in [3, 5, 7] if INTERPRETED else (-1, 3, *range(4, 9), 9):
             request.operands.state.fill_(FILL)
             request.step(0, 4)
             result = request.step(4, 9, last=last, copy=copy, copy_place=1)

@@ -48,6 +48,7 @@ def interpreter(request, tmp_path_factory) -> Iterator[tuple[subprocess.Popen, P
         "-q",
         "-x",
         "tests/kernels/test_parity.py",
+        "tests/kernels/test_state_rows.py",
         "tests/kernels/triton/interpreted",
     ]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -30,7 +30,7 @@ from quire.ipc.models.memory_plan import free_of_share
 from quire.tests.executor.driver import start_executor
 from quire.tests.frontend.cli.command import call
 from quire.tests.tiny_encoders import save_tiny_encoder
-from quire.tests.tiny_models import save_tiny_model
+from quire.tests.tiny_models import GEMMA4_EXPERTS, save_tiny_model
 
 GIB = 2**30
 # 11.6 GiB of weights and 128 KiB of KV cache per token, both in bfloat16.
@@ -89,6 +89,9 @@ SLOW = {"pack_quantized_linear": "reference"}  # present even without the native
         ("bundled", {}, {"speculative_config": {"method": "draft_model", "model": "bundled"}}),
         # a type for which the plan and the loader once disagreed
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, {}),
+        # layers whose parts of a block differ in size
+        ("gemma4_text", {}, {"max_num_seqs": 3, "max_num_batched_tokens": 64}),
+        ("gemma4_text", GEMMA4_EXPERTS, {"max_num_seqs": 3, "kv_cache_dtype": "int8"}),
         # layers that keep states beside keys and values, and instead of them
         ("falcon_h1", {}, {"max_num_seqs": 3}),
         ("mamba2", {}, {"max_num_seqs": 3}),

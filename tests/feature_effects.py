@@ -35,6 +35,12 @@ def shows_swap(seen: Run) -> None:
     )
 
 
+def shows_states(seen: Run) -> None:
+    """What is found in the cache begins with a state that was kept."""
+    hits, restored = seen.counters["prefix_cache_hits"], seen.counters["num_states_restored"]
+    assert not hits or restored > 0
+
+
 def shows_overlap(seen: Run) -> None:
     """Steps overlap. Otherwise a request's newest token is never computed between two steps."""
     assert any(r["num_computed_tokens"] >= r["num_tokens"] for r in _requests(seen)), (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +21,7 @@ from quire.frontend.trace.trace import Trace
 from quire.ipc.trace import MAX_STEPS
 from quire.tests.answers import Answers
 from quire.tests.gguf_checkpoints import write_gguf
+from quire.tests.tiny_models import save_tiny_model
 from quire.tests.workloads import Job, drive
 
 MAX_MODEL_LEN, BLOCK_SIZE = 96, 8
@@ -37,6 +40,7 @@ PLAIN = dict(
 )
 GGUF_MODEL = "the bundled model as a GGUF file"  # in settings: written when it is needed
 GGUF_FILE = "bundled-Q4_0.gguf"
+HYBRID_MODEL = "a random model with recurrent layers, and the bundled tokenizer"
 # One request of the longest kind fits; shorter ones preempt each other.
 FEW_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1
 PAUSE_AT_STEP = 6
@@ -87,6 +91,8 @@ def settings_of(*features: Feature) -> dict[str, Any]:
         settings |= feature.settings
     if settings.get("model") == GGUF_MODEL:
         settings["model"] = str(Path(gguf_folder().name) / GGUF_FILE)
+    if settings.get("model") == HYBRID_MODEL:
+        settings["model"] = hybrid_folder().name
     return settings
 
 
@@ -95,6 +101,18 @@ def gguf_folder() -> tempfile.TemporaryDirectory[str]:
     """Return a folder with GGUF_FILE, the bundled model in blocks, for all tests of a process."""
     folder = tempfile.TemporaryDirectory()
     write_gguf(Path(folder.name) / GGUF_FILE, find_model_directory("bundled"), "Q4_0")
+    return folder
+
+
+@cache
+def hybrid_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder with HYBRID_MODEL for all tests of a process."""
+    folder, bundled = tempfile.TemporaryDirectory(), Path(find_model_directory("bundled"))
+    config = json.loads((bundled / "config.json").read_text())
+    sizes = {key: config[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}
+    save_tiny_model(folder.name, "qwen3_5_text", **sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundled / name, folder.name)
     return folder
 
 

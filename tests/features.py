@@ -19,6 +19,7 @@ from quire.tests.feature_effects import (
     shows_pause,
     shows_priority,
     shows_recompute,
+    shows_states,
     shows_swap,
     shows_trace,
 )
@@ -40,7 +41,7 @@ from quire.tests.feature_requests import (
     with_stop,
     with_structure,
 )
-from quire.tests.feature_run import FEW_BLOCKS, GGUF_MODEL, Feature, replace
+from quire.tests.feature_run import BLOCK_SIZE, FEW_BLOCKS, GGUF_MODEL, HYBRID_MODEL, Feature, replace
 
 CHUNKED_PREFILL = Feature("chunked prefill", shows_chunks, dict(max_num_batched_tokens=16))
 # Few requests at once: those of the first step find nothing in the cache.
@@ -123,6 +124,14 @@ FALLBACK = Feature(
 LORA = Feature(
     "LoRA", shows_loras, dict(OF_LORAS), relates=relates_as_different, changes_model=True
 )
+# checkpoints at the end of every block: the prompts of the workload are short
+HYBRID = Feature(
+    "hybrid",
+    shows_states,
+    dict(model=HYBRID_MODEL, state_checkpoint_interval=BLOCK_SIZE),
+    relates=relates_as_different,
+    changes_model=True,
+)
 STOP = Feature("stop", shows_stop, change=with_stop, relates=relates_stop)
 
 FEATURES = (
@@ -147,4 +156,5 @@ FEATURES = (
     GGUF,
     FALLBACK,
     LORA,
+    HYBRID,
 )

@@ -48,6 +48,7 @@ from quire.tests.features import (
     FALLBACK,
     FEATURES,
     GGUF,
+    HYBRID,
     LORA,
     MULTI_STEP,
     OVERLAP,
@@ -64,6 +65,10 @@ from quire.tests.workloads import Job
 APART = (
     {MULTI_STEP.name, SPECULATION.name},
     {OVERLAP.name, SPECULATION.name},
+    # these are other models: a file of the bundled one, its adapters, transformers' code
+    {HYBRID.name, GGUF.name},
+    {HYBRID.name, LORA.name},
+    {HYBRID.name, FALLBACK.name},
 )
 PAIRS = [(a, a) for a in FEATURES] + [
     pair for pair in itertools.combinations(FEATURES, 2) if {f.name for f in pair} not in APART
@@ -221,10 +226,11 @@ def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
 @pytest.mark.parametrize(
     "left_out",
     [
-        (RECOMPUTE, FALLBACK, SPECULATION, LORA),
-        (SWAP, FALLBACK, MULTI_STEP, OVERLAP),
+        (RECOMPUTE, FALLBACK, SPECULATION, LORA, HYBRID),
+        (SWAP, FALLBACK, MULTI_STEP, OVERLAP, HYBRID),
+        (RECOMPUTE, FALLBACK, SPECULATION, LORA, GGUF),
     ],
-    ids=["several steps", "drafts and adapters"],
+    ids=["several steps", "drafts and adapters", "hybrid"],
 )
 def test_everything_at_once(matrix: Matrix, left_out: tuple[Feature, ...]) -> None:
     """Combine all features in every request and step, with one of the two preemption modes and

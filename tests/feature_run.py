@@ -110,7 +110,7 @@ def hybrid_folder() -> tempfile.TemporaryDirectory[str]:
     folder, bundled = tempfile.TemporaryDirectory(), Path(find_model_directory("bundled"))
     config = json.loads((bundled / "config.json").read_text())
     sizes = {key: config[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}
-    save_tiny_model(folder.name, "qwen3_5_text", **sizes)
+    save_tiny_model(folder.name, "qwen3_5_text", tie_word_embeddings=True, **sizes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled / name, folder.name)
     return folder

@@ -41,7 +41,14 @@ from quire.tests.feature_requests import (
     with_stop,
     with_structure,
 )
-from quire.tests.feature_run import BLOCK_SIZE, FEW_BLOCKS, GGUF_MODEL, HYBRID_MODEL, Feature, replace
+from quire.tests.feature_run import (
+    BLOCK_SIZE,
+    FEW_BLOCKS,
+    GGUF_MODEL,
+    HYBRID_MODEL,
+    Feature,
+    replace,
+)
 
 CHUNKED_PREFILL = Feature("chunked prefill", shows_chunks, dict(max_num_batched_tokens=16))
 # Few requests at once: those of the first step find nothing in the cache.

@@ -55,6 +55,7 @@ _SANDWICH = {
 _OWN_PARTS = {
     "gemma3": _SANDWICH,
     "olmo2": _SANDWICH,
+    "exaone4": _SANDWICH,
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
 
@@ -75,7 +76,7 @@ def write_gguf(
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_in_a_part)
     _add_config(writer, config)
-    _add_tokenizer(writer, checkpoint, config)
+    add_tokenizer(writer, checkpoint, config)
     stored: dict[str, torch.Tensor] = {}
     if (factors := frequency_factors(config)) is not None:
         writer.add_tensor("rope_freqs.weight", factors)
@@ -209,7 +210,7 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_tensor(f"rope_factors_{kind}.weight", factors)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, config: dict[str, Any]) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, config: dict[str, Any]) -> None:
     """The tiny models' byte-level BPE, padded to the model's vocabulary."""
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
     tokens = {i: token for token, i in tokenizer["model"]["vocab"].items()}

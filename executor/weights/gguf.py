@@ -16,6 +16,7 @@ import torch
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.models.gguf import GGUFTensor, read_gguf
+from ...ipc.models.gguf_families import rotated_part
 from ...ipc.models.gguf_weights import (
     architecture_of,
     check_gguf_tensors,
@@ -47,13 +48,7 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times:
     origin = check_gguf_tensors(
         file, {name: list(tensor.shape) for name, tensor in missing.items()}
     )
-    known = getattr(model.config, "rope", {}).get("factors")  # text encoders have no such file
-    if (factors := read_rope_factors(file)) != known:
-        raise ModelLoadError(
-            f"{path}: the configuration ignores its rope_freqs.weight"
-            if factors
-            else f"{path}: it has no rope_freqs.weight, which the configuration names"
-        )
+    _check_rope(path, getattr(model.config, "rope", {}), read_rope_factors(file))
     num_elements = {name: tensor.numel() for name, tensor in missing.items()}
     kinds = Counter(origin[name].type for name in origin if len(origin[name].shape) > 1)
     logger.info(
@@ -80,6 +75,23 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times:
             released = times.num_bytes
         num_loaded += num_elements[name]
         report("load weights", num_loaded / num_expected)
+
+
+def _check_rope(path: Path, rope: dict[str, Any], factors: list[float] | None) -> None:
+    """Checks the file's factors against the configuration, which may come from another file. Text
+    encoders have no such parameters.
+    """
+    known: Any = rope.get("factors")
+    found: Any = factors
+    if rope.get("rope_type") == "proportional":
+        known = rope.get("partial_rotary_factor", 1.0)
+        found = None if factors is None else rotated_part(factors)
+    if found != known:
+        raise ModelLoadError(
+            f"{path}: the configuration ignores its rope_freqs.weight"
+            if factors
+            else f"{path}: it has no rope_freqs.weight, which the configuration names"
+        )
 
 
 def tensors_of_file(model: Any) -> dict[str, torch.Tensor]:

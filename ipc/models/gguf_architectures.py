@@ -7,11 +7,16 @@ the names with those of the gguf package.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .encoders import ENCODERS
+from .gguf import GGUFTensor
+from .gguf_families import gemma4_config
+
+# Takes keys out of the metadata, and returns keys of config.json (gguf_families.py).
+Reader = Callable[[dict[str, Any], Mapping[str, GGUFTensor], list[float] | None], dict[str, Any]]
 
 # Maps the parts of tensors' names in a file to those of most models. A name is
 # blk.LAYER.PART.weight in a file and model.layers.LAYER.PART.weight in a model.
@@ -49,6 +54,27 @@ _POST_NORMS = {
 _SANDWICH = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
 _WITHOUT_PRE_NORMS = _POST_NORMS | {"attn_norm": None, "ffn_norm": None}
 _FUSED_UP = {"ffn_up": "mlp.gate_up_proj"}
+_GEMMA4_WHOLE = _WHOLE_MODEL | {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+_GEMMA4_LAYER = _SANDWICH | {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_gate_up_exps": "experts.gate_up_proj",
+    "ffn_gate_exps": "experts.gate_proj",
+    "ffn_up_exps": "experts.up_proj",
+    "ffn_down_exps": "experts.down_proj",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
 
 QUERY_GROWTH = "llama_4_scaling_beta"  # a key of rope_scaling
 _BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
@@ -72,6 +98,9 @@ class GGUFArchitecture:
     Of each `windows` layers in a row the last has no window, unless the file says otherwise; 0: the
     file says it. `is_permuted`: the conversion interleaves the rows of q and k
     (executor/weights/gguf.py). The conversion adds `norm_offset` to the weights of norms.
+
+    `read` reads what the metadata says in the family's own terms. `shares_keys`: layers that read
+    the keys and values of another one may have weights for their own, which nobody needs.
     """
 
     architecture: str
@@ -88,12 +117,16 @@ class GGUFArchitecture:
     parts: Mapping[str, str] = field(default_factory=lambda: _LAYER)
     layer: str = "model.layers.{}."
     is_encoder: bool = False
+    read: Reader | None = None
+    shares_keys: bool = False
 
     def model_name(self, name: str) -> str | None:
         """Maps blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight, and an unknown name
-        to None.
+        to None. What `names` has with the ending "scale" is a weight in the model.
         """
         stem, _, kind = name.rpartition(".")
+        if kind == "scale":
+            stem, kind = name, "weight"
         if kind not in ("weight", "bias"):
             return None
         if stem in self.whole:
@@ -141,6 +174,25 @@ GGUF_ARCHITECTURES = {
     "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": GGUFArchitecture("Qwen3ForCausalLM", "qwen3"),
     "gemma3": GGUFArchitecture("Gemma3ForCausalLM", "gemma3_text", _SANDWICH, norm_offset=1.0),
+    "gemma4": GGUFArchitecture(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        _GEMMA4_LAYER,
+        keys={
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "expert_used_count": "top_k_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+        },
+        constants={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 0,
+        },
+        whole=_GEMMA4_WHOLE,
+        read=gemma4_config,
+        shares_keys=True,
+    ),
     "phi3": GGUFArchitecture("Phi3ForCausalLM", "phi3", _FUSED_UP),
     "smollm3": GGUFArchitecture(
         "SmolLM3ForCausalLM", "smollm3", presence=_BIASES, is_permuted=True

@@ -128,6 +128,12 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         return _encoder_config(file, known, own)
     if any(own.get(key) for key in VARIANT_KEYS.get(architecture, ())):
         known = VARIANTS[architecture]
+    of_family: dict[str, Any] = {}
+    if known.read is not None:
+        try:
+            of_family = known.read(own, tensors, read_rope_factors(file))
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{path}: {error}") from None
     config: dict[str, Any] = {
         "architectures": [known.architecture],
         "model_type": known.model_type,
@@ -138,7 +144,9 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     }
     _check_heads(path, known, own, config)
     _add_of_architecture(architecture, known, own, config)
-    _add_rope_scaling(file, known, own, config)
+    if "rope_parameters" not in of_family:
+        _add_rope_scaling(file, known, own, config)
+    config |= of_family
     for end in ("bos", "eos"):
         if (token := metadata.get(f"tokenizer.ggml.{end}_token_id")) is not None:
             config[f"{end}_token_id"] = token

@@ -57,6 +57,8 @@ MEMORY_TYPES = {type: type for type in _WITH_KERNELS} | {
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # these weights form one layer, whose blocks are kept if all of them can be
 _MERGED = re.compile(r"\b(?:(?:[qkv]|gate|up)_proj|w[13])\.weight$")
+_KEYS_OR_VALUES = re.compile(r"(.*\.self_attn\.)(?:[kv]_proj|k_norm)\.weight")
+_GATE_OR_UP = re.compile(r"\b(?:gate|up)_proj\b")
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_ROPE_FACTORS = {  # Phi-3's tensors, with the rope parameter that each is
     "rope_factors_long.weight": "long_factor",
@@ -80,11 +82,14 @@ def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str
         if tensor.name == ROPE_FACTORS or tensor.name in LONG_ROPE_FACTORS:
             continue  # read_rope_factors reads it for the configuration
         name = architecture.model_name(tensor.name)
+        name = None if name is None else _as_in(shapes, name)
         names = [] if name is None else experts.get(name, [name])
         if name is not None and name not in shapes and ".qkv_proj." in name:
             names = [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"]
         if name == HEAD and HEAD not in shapes:
             continue  # the model pools, or it generates with tied weights
+        if architecture.shares_keys and _is_unused(name, shapes):
+            continue
         if not names or not all(one in shapes for one in names):
             raise ModelLoadError(
                 f"{tensor.path}: the model has no place for tensor {tensor.name:.100}"
@@ -98,6 +103,18 @@ def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str
     return found
 
 
+def _as_in(shapes: Mapping[str, list[int]], name: str) -> str:
+    """The name in `shapes` of a tensor that is no `weight` or `bias` of a layer there."""
+    others = name.removesuffix(".weight"), name.replace(".bias", "_bias")
+    return next((one for one in (name, *others) if one in shapes), name)
+
+
+def _is_unused(name: str | None, shapes: Mapping[str, list[int]]) -> bool:
+    """Whether it is of the keys and values of a layer that makes none."""
+    found = None if name is None else _KEYS_OR_VALUES.fullmatch(name)
+    return found is not None and f"{found[1]}k_proj.weight" not in shapes
+
+
 def _stacked_experts(shapes: Mapping[str, list[int]]) -> dict[str, list[str]]:
     """Maps the name of a projection of all experts to the model's names of each expert's, in order.
     It also maps other names that differ in models with a tensor per expert.
@@ -109,6 +126,8 @@ def _stacked_experts(shapes: Mapping[str, list[int]]) -> dict[str, list[str]]:
             stored = stored.replace("gate_up_proj", "up_proj" if piece.is_second else "gate_proj")
             stored = f"{stored.removesuffix('_bias')}.{weight.rpartition('.')[2]}"
         experts.setdefault(stored, []).append(weight)
+        if (both := _GATE_OR_UP.sub("gate_up_proj", stored)) != stored:
+            experts.setdefault(both, []).append(weight)
     return experts
 
 
@@ -119,6 +138,9 @@ def _parts(tensor: GGUFTensor, shapes: list[list[int]]) -> list[GGUFTensor]:
         is_row = shapes[0] == [1, *tensor.shape]
         return [tensor._replace(shape=(1, *tensor.shape)) if is_row else tensor]
     is_stack = len(tensor.shape) > len(shapes[0])
+    if is_stack and len(shapes) == 2 * tensor.shape[0] and tensor.shape[1] % 2 == 0:
+        count, height, *columns = tensor.shape  # gate, then up, of each expert
+        tensor = tensor._replace(shape=(2 * count, height // 2, *columns))
     rows = [1 if is_stack else shape[0] for shape in shapes]
     if sum(rows) != tensor.shape[0]:
         raise ModelLoadError(

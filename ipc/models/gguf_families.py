@@ -1,0 +1,122 @@
+"""What the metadata of a GGUF file says in a family's own terms: sizes by layer, sizes of latent
+vectors.
+
+Must not know: files, torch, the names of tensors beyond the few that tell a form from another.
+
+A reader takes the keys that it reads out of the metadata, and returns keys of config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import ModelLoadError
+from .gguf import GGUFTensor
+from .rope_config import FULL, SLIDING
+
+_GEMMA4_LOCAL_BASE = 10_000.0  # of the rotary embedding in layers with a window
+_GEMMA4_BASE = 1_000_000.0
+
+
+def gemma4_config(
+    own: dict[str, Any], tensors: Mapping[str, GGUFTensor], factors: list[float] | None
+) -> dict[str, Any]:
+    """Gemma 4's. `own`: metadata without the architecture's name. `factors`: those of the file's
+    rotary embedding, None if it has none.
+
+    Raises ModelLoadError, naming the key, for sizes by layer that config.json cannot express.
+    """
+    pattern = own.pop("attention.sliding_window_pattern", None)
+    num_layers = own.get("block_count")
+    if not isinstance(pattern, list) or len(pattern) != num_layers or not num_layers:
+        raise _malformed("attention.sliding_window_pattern", "a list of one entry for each layer")
+    head_dim = own.pop("attention.key_length", None)
+    local_dim = own.pop("attention.key_length_swa", head_dim)
+    for key, size in (
+        ("attention.value_length", head_dim),
+        ("rope.dimension_count", head_dim),
+        ("attention.value_length_swa", local_dim),
+        ("rope.dimension_count_swa", local_dim),
+    ):
+        if (given := own.pop(key, size)) != size:
+            raise _malformed(key, f"the size of a head, {size}, not {given!r:.100}")
+    if factors is None:
+        raise ModelLoadError("there is no tensor rope_freqs.weight")
+    heads = _by_layer(own, "attention.head_count_kv", num_layers)
+    local_heads = next((heads[i] for i in range(num_layers) if pattern[i]), heads[-1])
+    full = [i for i in range(num_layers) if not pattern[i]]
+    if any(heads[i] != local_heads for i in range(num_layers) if pattern[i]):
+        raise _malformed("attention.head_count_kv", "the same for all layers with a window")
+    num_sharing = own.get("attention.shared_kv_layers", 0)
+    if not isinstance(num_sharing, int):
+        raise _malformed("attention.shared_kv_layers", "an integer")
+    experts = own.pop("expert_count", 0)
+    table = tensors.get("per_layer_token_embd.weight")
+    return {
+        "layer_types": [SLIDING if has_window else FULL for has_window in pattern],
+        "head_dim": local_dim,
+        "num_key_value_heads": local_heads,
+        "per_layer_config": {
+            str(i): {"head_dim": head_dim, "num_key_value_heads": heads[i]} for i in full
+        },
+        "attention_k_eq_v": any(
+            f"blk.{i}.attn_k.weight" in tensors and f"blk.{i}.attn_v.weight" not in tensors
+            for i in full
+        ),
+        "enable_moe_block": bool(experts),
+        "num_experts": experts,
+        "rope_parameters": {
+            SLIDING: {
+                "rope_type": "default",
+                "rope_theta": own.pop("rope.freq_base_swa", _GEMMA4_LOCAL_BASE),
+            },
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": own.pop("rope.freq_base", _GEMMA4_BASE),
+                "partial_rotary_factor": rotated_part(factors),
+            },
+        },
+        **_widths(_by_layer(own, "feed_forward_length", num_layers), num_sharing),
+        **(
+            {}
+            if table is None or not table.shape
+            else {"vocab_size_per_layer_input": table.shape[0]}
+        ),
+    }
+
+
+_ENDLESS = 1e29  # what is divided by it does not rotate
+
+
+def rotated_part(factors: Sequence[float]) -> float:
+    """The part of the frequencies that rotate, where the file's factors are 1 for the first ones
+    and endless for the others.
+    """
+    count = sum(factor == 1 for factor in factors)
+    if not count or min(factors[count:], default=_ENDLESS) < _ENDLESS or factors[count - 1] != 1:
+        raise ModelLoadError("rope_freqs.weight must be 1 for the first frequencies, then 1e30")
+    return count / len(factors)
+
+
+def _by_layer(own: dict[str, Any], key: str, num_layers: int) -> list[Any]:
+    value = own.pop(key, None)
+    values = value if isinstance(value, list) else [value] * num_layers
+    if len(values) != num_layers or not all(isinstance(one, int) for one in values):
+        raise _malformed(key, f"an integer, or a list of {num_layers}")
+    return values
+
+
+def _widths(widths: list[Any], num_sharing: int) -> dict[str, Any]:
+    """The width of the layers' MLPs, twice as much where layers share keys and values."""
+    width, is_wide = widths[0], widths[-1] != widths[0]
+    first_sharing = len(widths) - num_sharing
+    if widths != [
+        width if i < first_sharing or not is_wide else 2 * width for i in range(len(widths))
+    ]:
+        raise _malformed("feed_forward_length", "equal, or twice as much in the last layers")
+    return {"intermediate_size": width, "use_double_wide_mlp": is_wide}
+
+
+def _malformed(key: str, wanted: str) -> ModelLoadError:
+    return ModelLoadError(f"{key} must be {wanted}")

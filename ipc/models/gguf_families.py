@@ -31,16 +31,7 @@ def gemma4_config(
     num_layers = own.get("block_count")
     if not isinstance(pattern, list) or len(pattern) != num_layers or not num_layers:
         raise _malformed("attention.sliding_window_pattern", "a list of one entry for each layer")
-    head_dim = own.pop("attention.key_length", None)
-    local_dim = own.pop("attention.key_length_swa", head_dim)
-    for key, size in (
-        ("attention.value_length", head_dim),
-        ("rope.dimension_count", head_dim),
-        ("attention.value_length_swa", local_dim),
-        ("rope.dimension_count_swa", local_dim),
-    ):
-        if (given := own.pop(key, size)) != size:
-            raise _malformed(key, f"the size of a head, {size}, not {given!r:.100}")
+    head_dim, local_dim = _head_sizes(own)
     if factors is None:
         raise ModelLoadError("there is no tensor rope_freqs.weight")
     heads = _by_layer(own, "attention.head_count_kv", num_layers)
@@ -66,17 +57,7 @@ def gemma4_config(
         ),
         "enable_moe_block": bool(experts),
         "num_experts": experts,
-        "rope_parameters": {
-            SLIDING: {
-                "rope_type": "default",
-                "rope_theta": own.pop("rope.freq_base_swa", _GEMMA4_LOCAL_BASE),
-            },
-            FULL: {
-                "rope_type": "proportional",
-                "rope_theta": own.pop("rope.freq_base", _GEMMA4_BASE),
-                "partial_rotary_factor": rotated_part(factors),
-            },
-        },
+        "rope_parameters": _ropes(own, factors),
         **_widths(_by_layer(own, "feed_forward_length", num_layers), num_sharing),
         **(
             {}
@@ -97,6 +78,37 @@ def rotated_part(factors: Sequence[float]) -> float:
     if not count or min(factors[count:], default=_ENDLESS) < _ENDLESS or factors[count - 1] != 1:
         raise ModelLoadError("rope_freqs.weight must be 1 for the first frequencies, then 1e30")
     return count / len(factors)
+
+
+def _ropes(own: dict[str, Any], factors: list[float]) -> dict[str, Any]:
+    return {
+        SLIDING: {
+            "rope_type": "default",
+            "rope_theta": own.pop("rope.freq_base_swa", _GEMMA4_LOCAL_BASE),
+        },
+        FULL: {
+            "rope_type": "proportional",
+            "rope_theta": own.pop("rope.freq_base", _GEMMA4_BASE),
+            "partial_rotary_factor": rotated_part(factors),
+        },
+    }
+
+
+def _head_sizes(own: dict[str, Any]) -> tuple[Any, Any]:
+    """The size of a head in layers without and with a window. Values have that of keys, and all
+    features rotate.
+    """
+    head_dim = own.pop("attention.key_length", None)
+    local_dim = own.pop("attention.key_length_swa", head_dim)
+    for key, size in (
+        ("attention.value_length", head_dim),
+        ("rope.dimension_count", head_dim),
+        ("attention.value_length_swa", local_dim),
+        ("rope.dimension_count_swa", local_dim),
+    ):
+        if (given := own.pop(key, size)) != size:
+            raise _malformed(key, f"the size of a head, {size}, not {given!r:.100}")
+    return head_dim, local_dim
 
 
 def _by_layer(own: dict[str, Any], key: str, num_layers: int) -> list[Any]:

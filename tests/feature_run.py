@@ -109,7 +109,8 @@ def hybrid_folder() -> tempfile.TemporaryDirectory[str]:
     """Return a folder with HYBRID_MODEL for all tests of a process."""
     folder, bundled = tempfile.TemporaryDirectory(), Path(find_model_directory("bundled"))
     config = json.loads((bundled / "config.json").read_text())
-    sizes = {key: config[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}
+    keys = "vocab_size", "bos_token_id", "eos_token_id", "max_position_embeddings"
+    sizes = {key: config[key] for key in keys}
     save_tiny_model(folder.name, "qwen3_5_text", tie_word_embeddings=True, **sizes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled / name, folder.name)

@@ -14,6 +14,7 @@ import pytest
 from quire.tests.chaos.faults import Faults, Surroundings, environment_variables, wait_until_ready
 from quire.tests.chaos.traffic import Traffic, mixed_jobs, undisturbed
 from quire.tests.chaos.trouble import FLAGS, TROUBLE
+from quire.tests.feature_run import hybrid_folder
 from quire.tests.frontend.server.conftest import running_server
 
 SEED = int(os.environ.get("CHAOS_SEED", 0)) or random.randrange(2**31)
@@ -48,11 +49,23 @@ async def cause_chaos(
     return traffic, faults
 
 
-def run(directory: Path, seconds: float, pause_s: tuple[float, float]) -> None:
-    """seconds: 0: until each fault was there once."""
+def run(
+    directory: Path, seconds: float, pause_s: tuple[float, float], is_hybrid: bool = False
+) -> None:
+    """seconds: 0: until each fault was there once. is_hybrid: of a model with recurrent layers."""
     print(f"\nCHAOS_SEED={SEED}")
     surroundings = Surroundings(directory)
-    flags = (*FLAGS, "--num-threads", "1", "--engine-restarts", "10000", "--step-timeout-s", "3")
+    model = (hybrid_folder().name, "--state-checkpoint-interval", "64") if is_hybrid else ()
+    flags = (
+        *model,
+        *FLAGS,
+        "--num-threads",
+        "1",
+        "--engine-restarts",
+        "10000",
+        "--step-timeout-s",
+        "3",
+    )
     flags += ("--startup-timeout-s", "30")  # some are stopped while they start
     try:
         with (
@@ -74,8 +87,11 @@ def run(directory: Path, seconds: float, pause_s: tuple[float, float]) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_each_fault_once(tmp_path: Path) -> None:
-    run(tmp_path, 0, (0.2, 1.0))
+@pytest.mark.parametrize(
+    "is_hybrid", [False, pytest.param(True, marks=pytest.mark.chaos)], ids=["bundled", "hybrid"]
+)
+def test_each_fault_once(tmp_path: Path, is_hybrid: bool) -> None:
+    run(tmp_path, 0, (0.2, 1.0), is_hybrid)
 
 
 @pytest.mark.chaos

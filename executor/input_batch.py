@@ -51,11 +51,8 @@ class InputBatch:
         stages: Any,
         kv_cache_windows: Sequence[int] = (0,),
         loras: AdapterSlots | None = None,
-        has_states: bool = False,
     ):
-        """kv_cache_windows: see Executor. loras: of an engine with LoRA adapters. has_states:
-        whether the model keeps a state of each request; its place is the slot.
-        """
+        """kv_cache_windows: see Executor. loras: of an engine with LoRA adapters."""
         self.block_size = block_size
         self.num_groups = len(kv_cache_windows)
         # the null block stands where a window has been
@@ -98,11 +95,6 @@ class InputBatch:
         self.loras = loras
         # the place of each slot's LoRA adapter; -1: it has none
         self.adapters = np.full(max_num_seqs, -1, np.int32)
-        self.has_states = has_states
-        # of each slot in this step: the position after which its state is copied, or -1, and to
-        # which place
-        self.copy_positions = np.full(max_num_seqs, -1, np.int64)
-        self.copy_places = np.zeros(max_num_seqs, np.int32)
 
     def use_cache(self, num_blocks: int) -> None:
         """The KV cache has so many blocks from now on."""
@@ -117,10 +109,6 @@ class InputBatch:
         for slot, block_ids in zip(scheduler_output.slots, scheduler_output.new_block_ids):
             if block_ids:
                 self.append_blocks(slot, block_ids)
-        if self.has_states:
-            self.copy_positions[:] = -1
-            for slot, position, place in scheduler_output.state_saves:
-                self.copy_positions[slot], self.copy_places[slot] = position, place
 
     def add(self, request: NewRequestData) -> None:
         slot, count = request.slot, len(request.token_ids)

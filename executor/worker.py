@@ -63,6 +63,7 @@ from .runner.speculation.verification import (
     measure_depth,
 )
 from .runner.stage_step import PendingTokens
+from .runner.state_table import StateTable
 from .sampling.grammar import Grammars
 from .sampling.logits_processors import LoadedProcessor, load_logits_processors
 from .sampling.token_stages import make_stages
@@ -193,10 +194,10 @@ class Worker:
             make_stages(ops, vocab_size, *sizes, processors, grammars),
             self.kv_cache_windows,
             self.loras if self.loras.is_enabled else None,
-            self._states is not None,
         )
+        states = None if self._states is None else StateTable(sizes[0])
         pending = None if self.group.stages.is_last else PendingTokens(batch)
-        state = RunnerState(batch, self.device, grammars, pending=pending)
+        state = RunnerState(batch, self.device, grammars, pending=pending, states=states)
         copy_to_host = self._copy_to_host()
         return state if copy_to_host is None else on_device(state, ops, copy_to_host)
 
@@ -217,7 +218,11 @@ class Worker:
         speculation = None
         if (drafter := self._lookup if self._draft is None else self._draft.drafter) is not None:
             speculation = make_speculation(
-                self.config.scheduler_config, self.state.batch, drafter, self._depth
+                self.config.scheduler_config,
+                self.state.batch,
+                drafter,
+                self._depth,
+                has_states=self._states is not None,
             )
         self._runner = assemble(
             self.state,

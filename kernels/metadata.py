@@ -73,23 +73,9 @@ def make_metadata(
     group.
     """
 
-    groups: tuple[AttentionMetadata, ...] = ()
-    if len(block_tables) > 1:
-        groups = tuple(
-            AttentionMetadata(
-                query_start_loc, seq_lens, table, slots, num_decodes, query_lens, seq_lens_list
-            )
-            for table, slots in zip(block_tables, slot_mappings, strict=True)
-        )
-    return AttentionMetadata(
-        query_start_loc,
-        seq_lens,
-        block_tables[0],
-        slot_mappings[0],
-        num_decodes,
-        query_lens,
-        seq_lens_list,
-        groups,
-        adapters,
-        states,
-    )
+    rows, lengths = (query_start_loc, seq_lens), (num_decodes, query_lens, seq_lens_list)
+    pairs = [*zip(block_tables, slot_mappings, strict=True)]
+    groups = tuple(AttentionMetadata(*rows, *pair, *lengths) for pair in pairs)
+    if len(groups) == 1:
+        groups = ()
+    return AttentionMetadata(*rows, *pairs[0], *lengths, groups, adapters, states)

@@ -185,8 +185,8 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cach
 def rotary_embedding_interleaved(
     positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor
 ) -> None:
-    """Does rotary_embedding with other pairs: element 2 * i is paired with 2 * i + 1, as in GPT-J.
-    The cache is the same.
+    """In place, query [T, NQ, D] and key [T, NKV, D]: rotary_embedding with other pairs, element
+    2 * i with 2 * i + 1, as in GPT-J. The other arguments are the same.
     """
 
 

@@ -123,9 +123,8 @@ class KVCacheManager:
         return [[] for _ in self.layout.windows]
 
     def get_computed_blocks(self, request: Request, most: int = sys.maxsize) -> Blocks:
-        """The longest beginning of the request's tokens, of at most `most` blocks, for which the
-        cache has all blocks that the next token sees: in groups with a window, the last ones.
-        Changes nothing.
+        """The longest beginning of the request's tokens, of at most `most` blocks, of which the
+        cache has what the next token sees: in groups with a window, the last blocks.
 
         At least one token remains to compute, since its logits are needed. A prompt that is cached
         to its end recomputes its last block.
@@ -430,14 +429,14 @@ class KVCacheManager:
         """The first `num_tokens` tokens of the request are computed, and their step has run."""
         if num_tokens // self.block_size > request.num_executed_tokens // self.block_size:
             self.cache_blocks(request, num_tokens)
-            if self.checkpoints is not None:
-                self.checkpoints.note_executed(request, num_tokens)
         request.num_executed_tokens = num_tokens
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        """Offers the request's full blocks to the cache, after their tokens were computed (not when
-        they are scheduled).
+        """Offers the request's full blocks to the cache, and states at their ends, after their
+        tokens were computed (not when they are scheduled).
         """
+        if self.checkpoints is not None:
+            self.checkpoints.note_executed(request, num_computed_tokens)
         num_full_blocks = num_computed_tokens // self.block_size
         num_cached = self._num_cached.get(request.request_id, 0)
         if not self.enable_caching or num_full_blocks <= num_cached:

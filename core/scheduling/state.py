@@ -13,7 +13,7 @@ import heapq
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -107,6 +107,11 @@ class SchedulerState:
     ):
         self.limits = limits
         self.kv_cache_manager = kv_cache_manager
+        checkpoints = kv_cache_manager.checkpoints
+        # how many tokens a row may have; None: as many as there are
+        self.fit_to_checkpoints: Callable[..., int] | None = None
+        if checkpoints is not None and limits.enable_chunked_prefill:
+            self.fit_to_checkpoints = checkpoints.fit
         self.preemption = preemption
         self.counters = counters
         self.requests: dict[str, Request] = {}

@@ -23,6 +23,7 @@ from ..request import Request, RequestOwner, RequestStatus
 from .admission import StartPoint, find_start, has_room, num_missing_blocks
 from .state import SchedulerState
 
+Pairs = list[tuple[int, int]]  # (source, destination)
 _by_key = attrgetter("key")
 
 # For num_scheduler_steps=0 the scheduler chooses how many tokens a step decodes. They share a
@@ -92,10 +93,7 @@ def choose_num_passes(state: SchedulerState) -> int:
 
 
 def begin_step(
-    state: SchedulerState,
-    freed_slots: list[int],
-    swap_out: list[tuple[int, int]],
-    state_copies: list[tuple[int, int]],
+    state: SchedulerState, freed_slots: list[int], swap_out: Pairs, state_copies: Pairs
 ) -> ScheduledStep:
     """A step without rows."""
     num_passes = choose_num_passes(state)
@@ -131,11 +129,8 @@ def add_row(
     if step.max_lookahead:
         output.num_lookahead_tokens.append(num_lookahead)
     end = computed + num_tokens
-    if (checkpoints := state.kv_cache_manager.checkpoints) is not None:
-        # drafts may be rejected, so that the state stays before them
-        last = end if state.limits.drafts else end + num_lookahead
-        if (save := checkpoints.take(request, computed, last)) is not None:
-            output.state_saves.append((request.slot, save[0] - 1, save[1]))
+    if state.kv_cache_manager.checkpoints is not None:
+        take_checkpoint(state, output, request, end, num_lookahead)
     is_sampled = end == len(request.token_ids) + request.num_pending_tokens
     num_expected = 1 + num_lookahead if is_sampled else 0
     request.num_pending_tokens += num_expected
@@ -154,6 +149,18 @@ def add_row(
         request.num_recomputed_tokens += num_again
 
 
+def take_checkpoint(
+    state: SchedulerState, output: SchedulerOutput, request: Request, end: int, num_lookahead: int
+) -> None:
+    """Has the state copied in the request's row, which computes its tokens up to `end`."""
+    checkpoints = state.kv_cache_manager.checkpoints
+    assert checkpoints is not None and request.slot is not None
+    # drafts may be rejected, so that the state stays before them
+    last = end if state.limits.drafts else end + num_lookahead
+    if (save := checkpoints.take(request, request.num_computed_tokens, last)) is not None:
+        output.state_saves.append((request.slot, save[0] - 1, save[1]))
+
+
 # -------------------------------------------------------------------- requests that run
 
 
@@ -167,7 +174,8 @@ def schedule_running(
     """
     limits, budget, preempted = state.limits, state.limits.max_num_batched_tokens, False
     has_stages = limits.num_stages > 1
-    bounds = None if shares is None and not has_stages else RowBounds(state, shares)
+    is_bounded = has_stages or shares is not None or state.fit_to_checkpoints is not None
+    bounds = RowBounds(state, shares) if is_bounded else None
     running, allocate_slots = state.running, state.kv_cache_manager.allocate_slots
     index = 0
     while index < len(running) and budget > 0:
@@ -176,7 +184,6 @@ def schedule_running(
         num_tokens = len(request.token_ids) + num_pending - request.num_computed_tokens
         if num_tokens > 1:
             num_tokens = min(num_tokens, limits.max_chunk_tokens, budget)
-            num_tokens = fit_to_checkpoints(state, request, request.num_computed_tokens, num_tokens)
         # its last token is being sampled, or it is not known yet how many drafts are accepted, or
         # the first stage would have to wait for the token
         if num_pending and (request.num_tokens_left <= 0 or limits.drafts or has_stages):
@@ -205,26 +212,14 @@ def schedule_running(
     return budget, preempted
 
 
-def fit_to_checkpoints(
-    state: SchedulerState, request: Request, first: int, num_tokens: int, num_shared: int = 0
-) -> int:
-    """How many of these tokens of a prompt, after its first `first` ones, the row may have if the
-    model keeps states. num_shared: see StateCheckpoints.fit.
-    """
-    checkpoints = state.kv_cache_manager.checkpoints
-    if checkpoints is None or not state.limits.enable_chunked_prefill:
-        return num_tokens
-    return checkpoints.fit(request, first, num_tokens, num_shared)
-
-
 class RowBounds:
-    """What bounds the rows of running requests beside the budget: the shares of owners, and, where
-    the model has stages, how many may sample a token.
+    """What bounds the rows of running requests beside the budget: the shares of owners; where the
+    model keeps states, their checkpoints; and where it has stages, how many may sample a token.
     """
 
     def __init__(self, state: SchedulerState, shares: dict[RequestOwner, int] | None):
         """shares: see divide_budget. They are counted down."""
-        self._shares = shares
+        self._shares, self._fits = shares, state.fit_to_checkpoints
         self._num_samples_left = sys.maxsize
         if state.limits.num_stages > 1:
             self._num_samples_left = most_samples(state, len(state.running))
@@ -233,6 +228,8 @@ class RowBounds:
         """How many of these tokens the request may compute in this step."""
         if self._shares is not None:
             num_tokens = min(num_tokens, self._shares[request.owner])
+        if self._fits is not None and num_tokens > 1:
+            num_tokens = self._fits(request, request.num_computed_tokens, num_tokens)
         is_sampled = request.num_computed_tokens + num_tokens == request.num_tokens
         return 0 if is_sampled and self._num_samples_left <= 0 else num_tokens
 
@@ -267,6 +264,7 @@ def admit_waiting(
     """
     passed: dict[RequestOwner, int] = {}  # requests that wait for a sibling or an adapter
     manager, limits, reason = state.kv_cache_manager, state.limits, ""
+    fits = state.fit_to_checkpoints
     num_reserved: int | None = None
     num_samples_left = _num_samples_left(state, step) if limits.num_stages > 1 else sys.maxsize
     while (request := state.waiting.next(passed)) is not None:
@@ -286,9 +284,8 @@ def admit_waiting(
         if num_tokens > budget and not limits.enable_chunked_prefill:
             return "budget"
         num_tokens = min(num_tokens, budget)
-        num_tokens = fit_to_checkpoints(
-            state, request, start.num_tokens, num_tokens, start.num_shared
-        )
+        if fits is not None:
+            num_tokens = fits(request, start.num_tokens, num_tokens, start.num_shared)
         is_whole = start.num_tokens + num_tokens == request.num_tokens
         if is_whole and num_samples_left <= 0:
             return "budget"

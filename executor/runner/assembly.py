@@ -43,6 +43,7 @@ from .special_rows import SpecialRows
 from .speculation.speculative_step import ObservedStep, SpeculativeStep
 from .speculation.verification import Speculation
 from .stage_step import PendingTokens, StageStep
+from .state_table import StateTable
 from .step_inputs import StepInputMaker
 
 Apply = Callable[[SchedulerOutput], None]  # puts a step's differences into the tables
@@ -53,7 +54,7 @@ class RunnerState:
     """What outlives a ModelRunner: the tables of requests and what belongs to their slots.
 
     tables and copy_to_host: of a device that steps are launched on. pending: of a stage before the
-    last one.
+    last one. states: of a model that keeps any.
     """
 
     batch: InputBatch
@@ -62,6 +63,7 @@ class RunnerState:
     tables: DeviceTables | None = None
     copy_to_host: CopyToHost | None = None
     pending: PendingTokens | None = None
+    states: StateTable | None = None
 
 
 def on_device(state: RunnerState, ops: OpTable, copy_to_host: CopyToHost) -> RunnerState:
@@ -95,12 +97,16 @@ def assemble(
         run_pass = StagedForward(model, run_pass)
     scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size, model.adapter_rows)
     special = SpecialRows(batch, Sampler(ops), state.grammars, scorer, pooler)
-    apply = differences(batch, mover, states)
+    apply = differences(batch, mover)
+    if states is not None and state.states is not None:
+        apply = in_turn(move_states(states, state.states), apply)
     if state.tables is not None:
         buffers = forward.buffers if isinstance(forward, GraphedStep) else no_buffers
         steps = _on_device(state, state.tables, run_pass, ops, special, apply, buffers)
     else:
-        make_inputs = StepInputMaker(batch, batch.block_size, model.num_token_types)
+        make_inputs = StepInputMaker(
+            batch, batch.block_size, model.num_token_types, states=state.states
+        )
         bursts = None
         if isinstance(forward, Program) and "sample_tokens" in ops.native and not is_divided:
             bursts = Bursts(forward, batch, make_inputs)
@@ -173,7 +179,7 @@ def _on_device(
 ) -> _Steps:
     """Steps whose tables are on a device; a stage before the last one does not launch them."""
     batch, apply = state.batch, in_turn(apply, tables.note_differences)
-    make_inputs = DeviceInputMaker(tables, batch.block_size, ops, buffers)
+    make_inputs = DeviceInputMaker(tables, batch.block_size, ops, buffers, state.states)
     plain = PlainStep(batch, make_inputs, run_pass, ops, special)
     look_ahead = LookAhead(batch, plain)
     if state.pending is not None:
@@ -188,8 +194,8 @@ def no_buffers(count: int) -> None:
     """GraphedStep.buffers where there are no graphs."""
 
 
-def differences(batch: InputBatch, mover: BlockMover | None, states: StateMemory | None) -> Apply:
-    """Moves a step's blocks and states, then applies its other differences to the tables."""
+def differences(batch: InputBatch, mover: BlockMover | None) -> Apply:
+    """Moves a step's blocks, then applies its other differences to the tables."""
 
     def apply(scheduler_output: SchedulerOutput) -> None:
         if (
@@ -199,10 +205,17 @@ def differences(batch: InputBatch, mover: BlockMover | None, states: StateMemory
         ):
             assert mover is not None  # there is a cache
             mover.move(scheduler_output)
-        if scheduler_output.state_copies:
-            assert states is not None  # the model keeps them
-            states.copy(scheduler_output.state_copies)
         batch.apply(scheduler_output)
+
+    return apply
+
+
+def move_states(memory: StateMemory, table: StateTable) -> Apply:
+    """Copies states as a step begins, and notes which copies its rows make."""
+
+    def apply(scheduler_output: SchedulerOutput) -> None:
+        memory.copy(scheduler_output.state_copies)
+        table.apply(scheduler_output)
 
     return apply
 

@@ -24,7 +24,7 @@ from ...kernels.ops import AttentionMetadata, StateRows, make_metadata
 from ...kernels.registry import OpTable
 from ..model import Model, padded, uncounted
 from ..program.step_program import OpByOp
-from .step_inputs import NO_STATE, no_states
+from .state_table import NO_STATE, no_states
 
 logger = logging.getLogger(__name__)
 

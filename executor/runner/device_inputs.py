@@ -24,6 +24,7 @@ from ...kernels.ops import StateRows, make_metadata
 from ..device import packed
 from ..input_batch import InputBatch
 from .cuda_graphs import Tensors
+from .state_table import StateTable
 from .step_inputs import StepInputs, StepLayout, lay_out
 
 NUM_PARAMETERS = 8  # words of a slot, see gather_sampling_parameters, which reads the first six
@@ -145,8 +146,10 @@ class DeviceInputMaker:
         block_size: int,
         ops: Any,
         graph_buffers: Callable[[int], Tensors | None],
+        states: StateTable | None = None,
     ):
-        self.tables = tables
+        """states: of a model that keeps any."""
+        self.tables, self._states = tables, states
         self.block_size = block_size
         self._prepare = ops.prepare_step_inputs
         self._graph_buffers = graph_buffers
@@ -205,11 +208,10 @@ class DeviceInputMaker:
             columns["query_start_loc"] = layout.query_start_loc.astype(np.int32)
             columns["logits_indices"] = layout.logits_indices()
             columns["sampled_slots"] = slots[layout.sampled_rows]
-        batch = self.tables.batch
-        if batch.has_states:
-            columns["last_positions"] = batch.num_tokens[layout.slots] - 1
-            columns["copy_positions"] = batch.copy_positions[layout.slots]
-            columns["copy_places"] = batch.copy_places[layout.slots]
+        if self._states is not None:
+            columns["last_positions"] = self.tables.batch.num_tokens[layout.slots] - 1
+            columns["copy_positions"] = self._states.copy_positions[layout.slots]
+            columns["copy_places"] = self._states.copy_places[layout.slots]
         return columns
 
     def prepare(self, layout: StepLayout, columns: dict[str, torch.Tensor]) -> StepInputs:
@@ -261,16 +263,16 @@ class DeviceInputMaker:
                 layout.query_lens.tolist(),
                 layout.seq_lens.tolist(),
                 self._adapters(num_tokens, columns, *adapters),
-                self._states(columns),
+                self._state_rows(columns),
             ),
             sampled_rows=layout.sampled_rows,
             sampled_slots=layout.slots[layout.sampled_rows],
             logits_indices=columns["logits_indices"],
         )
 
-    def _states(self, columns: dict[str, torch.Tensor]) -> StateRows | None:
+    def _state_rows(self, columns: dict[str, torch.Tensor]) -> StateRows | None:
         """A place is a slot."""
-        if not self.tables.batch.has_states:
+        if self._states is None:
             return None
         names = "slots", "last_positions", "copy_positions", "copy_places"
         return StateRows(*(columns[name] for name in names))

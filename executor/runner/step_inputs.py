@@ -12,12 +12,11 @@ import numpy as np
 import torch
 
 from ...ipc.step_messages import SchedulerOutput
-from ...kernels.ops import AttentionMetadata, StateRows, make_metadata
+from ...kernels.ops import AttentionMetadata, make_metadata
 from ..input_batch import InputBatch
+from .state_table import ALL_KNOWN, StateTable, no_states
 
 NULL_BLOCK = 0  # never allocated; block tables of padding rows point to it
-NO_STATE = -1  # the place of a padding row
-ALL_KNOWN = np.iinfo(np.int64).max  # a last position: the row has no drafts
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -128,12 +127,18 @@ class StepInputMaker:
     """
 
     def __init__(
-        self, batch: InputBatch, block_size: int, num_token_types: int = 0, tokens_ahead: int = 0
+        self,
+        batch: InputBatch,
+        block_size: int,
+        num_token_types: int = 0,
+        tokens_ahead: int = 0,
+        states: StateTable | None = None,
     ):
         """num_token_types: that a model distinguishes; 0: it takes none. tokens_ahead: a position
-        gets the token so many positions later, and the last ones are not computed.
+        gets the token so many positions later, and the last ones are not computed. states: of a
+        model that keeps any.
         """
-        self._tokens_ahead = tokens_ahead
+        self._tokens_ahead, self._states = tokens_ahead, states
         self._num_token_types = num_token_types
         self.batch = batch
         self.block_size = block_size
@@ -183,7 +188,7 @@ class StepInputMaker:
                 layout.query_lens.tolist(),
                 seq_lens.tolist(),
                 self._adapters(token_slots),
-                self._states(slots, num_ahead),
+                self._states and self._states.rows(slots, self._last_positions(slots, num_ahead)),
             ),
             sampled_rows=layout.sampled_rows,
             sampled_slots=slots[layout.sampled_rows],
@@ -245,7 +250,7 @@ class StepInputMaker:
             before.query_lens,
             last.seq_lens.tolist(),
             before.adapters,
-            self._states(inputs.slots),
+            self._states and self._states.rows(inputs.slots, self._last_positions(inputs.slots)),
         )
         last.output = now
         last.inputs = StepInputs(
@@ -274,22 +279,13 @@ class StepInputMaker:
         batch = self.batch
         return None if batch.loras is None else torch.from_numpy(batch.adapters[token_slots])
 
-    def _states(self, slots: np.ndarray, num_ahead: int = 0) -> StateRows | None:
-        """The states of the rows of `slots` [B]. What follows the tokens that a slot has are
-        drafts, except in a burst, whose later passes compute what the earlier ones sample.
+    def _last_positions(self, slots: np.ndarray, num_ahead: int = 0) -> np.ndarray:
+        """[B] i64, of the rows of `slots` [B]. What follows the tokens that a slot has are drafts,
+        except in a burst, whose later passes compute what the earlier ones sample.
         """
-        batch = self.batch
-        if not batch.has_states:
-            return None
-        last_positions = batch.num_tokens[slots] - 1
         if num_ahead:
-            last_positions[:] = ALL_KNOWN
-        return StateRows(
-            torch.from_numpy(slots.astype(np.int32)),
-            torch.from_numpy(last_positions),
-            torch.from_numpy(batch.copy_positions[slots]),
-            torch.from_numpy(batch.copy_places[slots]),
-        )
+            return np.full(len(slots), ALL_KNOWN, np.int64)
+        return self.batch.num_tokens[slots] - 1
 
     def _slot_mapping(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[groups, T] i64: the cache slot of each slot's token at each position."""
@@ -303,13 +299,6 @@ class StepInputMaker:
         num_blocks = -(-int(seq_lens.max()) // self.block_size)
         tables = self.batch.block_tables[:, slots, :num_blocks]
         return [torch.from_numpy(of_group) for of_group in tables]
-
-
-def no_states(num_rows: int, device: torch.device | None = None) -> StateRows:
-    """States of padding rows."""
-    places = torch.full((num_rows,), NO_STATE, dtype=torch.int32, device=device)
-    positions = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
-    return StateRows(places, positions, positions.clone(), places.clone())
 
 
 def dummy_step(

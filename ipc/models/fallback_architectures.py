@@ -266,7 +266,8 @@ REFUSED = {
         "lfm3 mamba mamba2 minimax nemotron_h "
         "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp "
         "qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya",
-        _LATENT: "axk1 axk2 dots3_note_text longcat_flash mimo_v2_flash minicpm3 sarvam_mla youtu",
+        _LATENT: "axk1 axk2 deepseek_v2 deepseek_v3 dots3_note_text glm4_moe_lite longcat_flash "
+        "mimo_v2_flash minicpm3 sarvam_mla youtu",
         _INDEXER: "deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4",
         _BIDIRECTIONAL: "bert bert-generation big_bird camembert data2vec-text electra ernie "
         "megatron-bert modernbert rembert roberta roberta-prelayernorm roc_bert roformer "

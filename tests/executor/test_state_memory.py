@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from quire.executor.input_batch import InputBatch
-from quire.executor.runner.step_inputs import ALL_KNOWN, StepInputMaker
+from quire.executor.runner.state_table import ALL_KNOWN, StateTable
+from quire.executor.runner.step_inputs import StepInputMaker
 from quire.executor.sampling.logits_stages import LogitsStages
 from quire.executor.state_memory import StateMemory
 from quire.ipc.models.state_layout import ALIGNMENT, StatePart, place_parts
@@ -71,8 +72,8 @@ def test_other_layers_take_over_and_a_release_takes_away():
 
 
 def test_rows_name_their_places_and_what_is_copied():
-    batch = InputBatch(4, 64, 8, LogitsStages((), 4), has_states=True)
-    make, rng = StepInputMaker(batch, 8), random.Random(0)
+    batch, table = InputBatch(4, 64, 8, LogitsStages((), 4)), StateTable(4)
+    make, rng = StepInputMaker(batch, 8, states=table), random.Random(0)
     new = [
         NewRequestData(slot, str(slot), rng.choices(range(9), k=n), n, SamplingParams(seed=0))
         for slot, n in ((2, 20), (0, 5))
@@ -82,6 +83,7 @@ def test_rows_name_their_places_and_what_is_copied():
         0, [2, 0], [16, 5], [0, 0], blocks, new, state_saves=[(2, 7, 4), (0, 3, 6)]
     )
     batch.apply(output)
+    table.apply(output)
     states = make(output).metadata.states
     assert states is not None
     assert states.places.tolist() == [2, 0] and states.places.dtype == torch.int32
@@ -92,6 +94,7 @@ def test_rows_name_their_places_and_what_is_copied():
     batch.append_tokens(np.array([0]), np.array([1]))
     output = SchedulerOutput(1, [0, 2], [1 + 2, 4], [5, 16], [[], []])
     batch.apply(output)
+    table.apply(output)
     states = make(output).metadata.states
     assert states is not None
     assert states.last_positions.tolist() == [5, 19]
@@ -99,8 +102,8 @@ def test_rows_name_their_places_and_what_is_copied():
 
 
 def test_a_burst_keeps_the_state_after_its_last_token_and_continued_rows_follow():
-    batch = InputBatch(2, 64, 8, LogitsStages((), 2), has_states=True)
-    make = StepInputMaker(batch, 8)
+    batch, table = InputBatch(2, 64, 8, LogitsStages((), 2)), StateTable(2)
+    make = StepInputMaker(batch, 8, states=table)
     new = [NewRequestData(1, "1", [1, 2, 3], 3, SamplingParams(seed=0))]
     batch.apply(SchedulerOutput(0, [1], [3], [0], [[1, 2]], new))
     batch.append_tokens(np.array([1]), np.array([4]))
@@ -112,6 +115,7 @@ def test_a_burst_keeps_the_state_after_its_last_token_and_continued_rows_follow(
     batch.append_tokens(np.array([1]), np.array([5]))
     output = SchedulerOutput(2, [1], [1], [4], [[]], state_saves=[(1, 4, 3)])
     batch.apply(output)
+    table.apply(output)
     inputs = make(output)
     states = inputs.metadata.states
     assert states is not None

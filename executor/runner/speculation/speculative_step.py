@@ -76,7 +76,7 @@ class SpeculativeStep:
                 if num_sampled[row] <= room[row] and slots[row] not in result.errors
             ]
             # a state that drafts follow is behind the tokens: the next step computes them again
-            is_behind = self._batch.has_states and bool(result.num_drafted)
+            is_behind = self._speculation.has_states and bool(result.num_drafted)
             if not rows or num_left <= 0 or is_behind:
                 return results[0][1] if len(results) == 1 else merge_outputs(slots, results)
             left = [slots[row] for row in rows]

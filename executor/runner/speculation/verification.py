@@ -52,8 +52,10 @@ def make_speculation(
     batch: InputBatch,
     drafter: Drafter,
     depth: DraftDepth | None,
+    *,
+    has_states: bool,
 ) -> Speculation:
-    """What an engine that drafts needs."""
+    """What an engine that drafts needs. has_states: see Speculation."""
     return Speculation(
         drafter,
         depth,
@@ -61,6 +63,7 @@ def make_speculation(
         most=resolved(scheduler_config.speculative_config).num_speculative_tokens,
         max_num_tokens=resolved(scheduler_config.max_num_batched_tokens),
         max_num_rows=max_num_logits(scheduler_config),
+        has_states=has_states,
     )
 
 
@@ -139,8 +142,10 @@ class Speculation:
         most: int,
         max_num_tokens: int,
         max_num_rows: int,
+        has_states: bool = False,
     ):
-        self.drafter = drafter
+        """has_states: whether the model keeps states, which end before the drafts."""
+        self.drafter, self.has_states = drafter, has_states
         self.most = most
         self.depth = depth
         self._batch = batch
@@ -322,7 +327,7 @@ class Speculation:
         return msgspec.structs.replace(
             result,
             # a state ends before the drafts, so these are computed again
-            num_ahead=[0] * len(accepted) if self._batch.has_states else accepted,
+            num_ahead=[0] * len(accepted) if self.has_states else accepted,
             num_drafted=[count for count in num_drafted if count],
             num_accepted=[count for count, drafted in zip(accepted, num_drafted) if drafted],
         )

@@ -39,9 +39,9 @@ class Passes:
         """Runs `count` decoding steps.
 
         The arguments are the step's tensors as a Program takes them; all rows are decodes whose
-        block tables have room for `count` tokens, and whose states' last_positions are not before
-        the last of them. The tensors are overwritten. `draw` holds
-        `sample_tokens`' columns for the first step; None takes the largest logits.
+        tables have room for `count` tokens, of which no last_position of states lies before the
+        last. The tensors are overwritten. `draw` holds `sample_tokens`' columns for the first step;
+        None takes the largest logits.
 
         Returns token_ids [count, B] i64 and is_finite [count, B] bool. From a row's first False on,
         its tokens are meaningless. The next run overwrites both.

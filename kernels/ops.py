@@ -416,7 +416,7 @@ def gather_sampling_parameters(
     f32, min_p f32, seed i64, each [R].
 
     parameters [S, 8] i32 holds the bits of a slot's values in this order, the low word of the seed
-    before the high word; two words are unused.
+    before the high word. The last two words are not read.
     """
 
 

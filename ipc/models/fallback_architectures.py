@@ -244,7 +244,7 @@ def _windows(hf_config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     return tuple(window if kind == SLIDING else 0 for kind in layer_types[:num_layers])
 
 
-_RECURRENT = "its layers keep a recurrent state, which the KV cache has no place for"
+_RECURRENT = "its layers keep a recurrent state of a kind that no row has"
 _LATENT = "its keys and values have different sizes (latent attention)"
 _INDEXER = "an indexer selects the keys that it attends to"
 _BIDIRECTIONAL = "it is an encoder, which reads its whole input in both directions"

@@ -47,9 +47,13 @@ class GatedDeltaNet:
         size, heads = hidden_size, mixer.num_value_heads
         orders = rows_by_kind(mixer) if mixer.is_by_key_head else {}
         gated, scalars = mixer.projections()
-        self.in_proj = make.linear(size, gated, orders=orders)
-        self.in_proj_ba = make.linear(size, scalars, orders=orders)
-        self.out_proj = make.linear(mixer.value_size, {"out_proj": size})
+        # adapters have the value heads in the order of safetensors files
+        options = {"orders": orders, "takes_adapters": not mixer.is_interleaved}
+        self.in_proj = make.linear(size, gated, **options)
+        self.in_proj_ba = make.linear(size, scalars, **options)
+        self.out_proj = make.linear(
+            mixer.value_size, {"out_proj": size}, takes_adapters=not mixer.is_interleaved
+        )
         self.conv1d = make.parameter(mixer.conv_size, 1, mixer.kernel_size)
         self.a_log = make.parameter(heads, dtype=torch.float32)
         self.dt_bias = make.parameter(heads, dtype=torch.float32)
@@ -83,7 +87,7 @@ class GatedDeltaNet:
             self.dt_bias,
             self.state,
             metadata,
-            False,
+            own.is_interleaved,
         )
         normed = ops.gated_rms_norm(
             mixed.view(num_tokens, own.value_size),

@@ -21,11 +21,13 @@ from ...ipc.models.gguf_weights import (
     architecture_of,
     check_gguf_tensors,
     is_permuted,
+    parts_in_files,
     read_rope_factors,
 )
 from ..device import release_mapped
 from .load_times import LoadTimes
 from .packed_rows import PackedRows
+from .table import Weight
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times:
     """
     file = read_gguf(path)
     missing = tensors_of_file(model)
-    norm_offset = architecture_of(file).norm_offset
+    offset_of = architecture_of(file).offset_of
     origin = check_gguf_tensors(
         file, {name: list(tensor.shape) for name, tensor in missing.items()}
     )
@@ -67,7 +69,7 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times:
             if is_permuted(file, name):
                 packed = halves_apart(packed, heads[name.split("_proj")[0][-1]])
             target = missing.pop(name)
-            fill(target, packed if target.dim() > 1 else _vector(packed, name, norm_offset))
+            fill(target, packed if target.dim() > 1 else _vector(packed, name, offset_of(name)))
         del target
         # it releases all tensors so far: a layer's blocks are read when the last of them is there
         if times.num_bytes - released >= _RELEASED_AT_ONCE:
@@ -100,11 +102,11 @@ def tensors_of_file(model: Any) -> dict[str, torch.Tensor]:
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.weights():
-        stem, kind = name, "weight"
-        if name.endswith((".weight", ".bias")):
-            stem, _, kind = name.rpartition(".")
-        elif name.endswith("_bias"):
-            stem, kind = name.removesuffix("_bias"), "bias"
+        named = parts_in_files(name, list(tensor.shape))
+        if len(named) > 1:
+            tensors |= zip(named, _Halves(tensor).weights(), strict=True)
+            continue
+        stem, _, kind = next(iter(named)).rpartition(".")
         parts = {stem: tensor}
         if stem.endswith(".experts.gate_up_proj"):
             gate, up = _gate_and_up(tensor, model.has_transposed_experts)
@@ -114,6 +116,42 @@ def tensors_of_file(model: Any) -> dict[str, torch.Tensor]:
             parts = {stem: tensor.transpose(1, 2) if model.has_transposed_experts else tensor}
         tensors |= {f"{part}.{kind}": values for part, values in parts.items()}
     return tensors
+
+
+class _Halves:
+    """Fills a tensor of the weight-name table that lies in the file as two, gate before up."""
+
+    def __init__(self, whole: torch.Tensor):
+        assert isinstance(whole, Weight)
+        self._whole, self._halves = whole, dict[int, torch.Tensor | PackedRows]()
+
+    def weights(self) -> list[torch.Tensor]:
+        return [Weight(half, self, i) for i, half in enumerate(self._whole.chunk(2))]
+
+    @property
+    def saved_bytes(self) -> int:
+        """By blocks that are kept, once both halves are there."""
+        return self._whole.layer.saved_bytes if len(self._halves) == 2 else 0
+
+    def fill(self, tensor: Weight, values: torch.Tensor | PackedRows) -> None:
+        """See LayerFactory.fill. Blocks are kept where those of both halves are of one type."""
+        self._halves[tensor.shard] = values
+        if len(self._halves) < 2:
+            return
+        halves = [self._halves[0], self._halves[1]]
+        packed = [half for half in halves if isinstance(half, PackedRows)]
+        if len(packed) == 2 and packed[0].type == packed[1].type:
+            rows = torch.cat([half.rows for half in packed])
+            self._whole.layer.fill(self._whole, PackedRows(rows, packed[0].type))
+            return
+        dtype = self._whole.dtype
+        values = torch.cat(
+            [
+                half.dequantized(dtype) if isinstance(half, PackedRows) else half.to(dtype)
+                for half in halves
+            ]
+        )
+        self._whole.layer.fill(self._whole, values)
 
 
 def _gate_and_up(tensor: torch.Tensor, is_transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,12 +165,16 @@ def _gate_and_up(tensor: torch.Tensor, is_transposed: bool) -> tuple[torch.Tenso
     return (gate, up) if tensor.dim() == 2 else (gate.transpose(1, 2), up.transpose(1, 2))
 
 
-def _vector(packed: PackedRows, name: str, norm_offset: float) -> torch.Tensor:
-    """Returns a norm's weight or a bias. The conversion to GGUF adds norm_offset to the former."""
+def _vector(packed: PackedRows, name: str, offset: float) -> torch.Tensor:
+    """Returns a norm's weight, a bias or the like. The conversion to GGUF adds `offset` to it, and
+    stores -exp(A_log) of a mixer. Raises ModelLoadError where that is not negative.
+    """
     values = packed.dequantized(torch.float32).flatten()
-    if norm_offset and name.endswith("norm.weight"):
-        return values.double() - norm_offset
-    return values
+    if name.endswith(".A_log.weight"):
+        if not bool((values < 0).all()):
+            raise ModelLoadError(f"the GGUF file's tensor for {name}, ssm_a, is not negative")
+        return (-values.double()).log()
+    return values.double() - offset if offset else values
 
 
 def halves_apart(packed: PackedRows, num_heads: int) -> PackedRows:

@@ -14,8 +14,17 @@ from typing import Any
 from .encoders import ENCODERS
 from .gguf import GGUFTensor
 from .gguf_families import gemma4_config
+from .gguf_hybrids import (
+    OF_GATED_DELTA_NET,
+    OF_MAMBA,
+    gated_delta_net_config,
+    granite_config,
+    short_conv_config,
+)
+from .qwen_families import INTERLEAVED
 
-# Takes keys out of the metadata, and returns keys of config.json (gguf_families.py).
+# Takes keys out of the metadata, and returns keys of config.json (gguf_families.py,
+# gguf_hybrids.py).
 Reader = Callable[[dict[str, Any], Mapping[str, GGUFTensor], list[float] | None], dict[str, Any]]
 
 # Maps the parts of tensors' names in a file to those of most models. A name is
@@ -53,6 +62,7 @@ _POST_NORMS = {
 }
 _SANDWICH = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
 _WITHOUT_PRE_NORMS = _POST_NORMS | {"attn_norm": None, "ffn_norm": None}
+_WITHOUT_ENDING = ("ssm_a", "ssm_d")
 _FUSED_UP = {"ffn_up": "mlp.gate_up_proj"}
 _GEMMA4_WHOLE = _WHOLE_MODEL | {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
@@ -77,6 +87,12 @@ _GEMMA4_LAYER = _SANDWICH | {
 }
 
 QUERY_GROWTH = "llama_4_scaling_beta"  # a key of rope_scaling
+_GRANITE = {
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+}
 _BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
 _EXPERT_SIZE = {"moe_intermediate_size": "ffn_gate_exps.weight"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
@@ -88,8 +104,8 @@ class GGUFArchitecture:
     """An architecture of GGUF files. `names` has the names that differ from most models' (None:
     there is no such tensor). `keys` maps keys of the metadata, without the architecture's name, to
     keys of config.json. `constants` are values of config.json that are known without a key; the
-    file's keys take precedence. `presence` maps a key of config.json to the tensor of the first
-    layer that makes it true. `sizes` maps a key of config.json to the tensor of the first layer
+    file's keys take precedence. `presence` maps a key of config.json to the tensor of a layer
+    that makes it true. `sizes` maps a key of config.json to the tensor of the first layer
     that has as many rows for each expert.
 
     `whole` names the tensors beside the layers, and `parts` those within a layer, whose names begin
@@ -97,7 +113,8 @@ class GGUFArchitecture:
 
     Of each `windows` layers in a row the last has no window, unless the file says otherwise; 0: the
     file says it. `is_permuted`: the conversion interleaves the rows of q and k
-    (executor/weights/gguf.py). The conversion adds `norm_offset` to the weights of norms.
+    (executor/weights/gguf.py). The conversion adds `norm_offset` to the weights of norms other
+    than `mixer_norm`.
 
     `read` reads what the metadata says in the family's own terms. `shares_keys`: layers that read
     the keys and values of another one may have weights for their own, which nobody needs.
@@ -113,6 +130,7 @@ class GGUFArchitecture:
     windows: int = 0
     is_permuted: bool = False
     norm_offset: float = 0.0
+    mixer_norm: str | None = None
     whole: Mapping[str, str] = field(default_factory=lambda: _WHOLE_MODEL)
     parts: Mapping[str, str] = field(default_factory=lambda: _LAYER)
     layer: str = "model.layers.{}."
@@ -122,10 +140,11 @@ class GGUFArchitecture:
 
     def model_name(self, name: str) -> str | None:
         """Maps blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight, and an unknown name
-        to None. What `names` has with the ending "scale" is a weight in the model.
+        to None. What `names` has with the ending "scale" is a weight in the model, as are a few
+        tensors of mixers that have no ending.
         """
         stem, _, kind = name.rpartition(".")
-        if kind == "scale":
+        if kind in ("scale", *_WITHOUT_ENDING):
             stem, kind = name, "weight"
         if kind not in ("weight", "bias"):
             return None
@@ -137,6 +156,12 @@ class GGUFArchitecture:
             return None
         found = self.names.get(part, self.parts.get(part))
         return None if found is None else f"{self.layer.format(layer)}{found}.{kind}"
+
+    def offset_of(self, name: str) -> float:
+        """What the conversion adds to a vector, by the model's name of it."""
+        is_norm = name.endswith("norm.weight")
+        of_mixer = self.mixer_norm is not None and name.endswith(f".{self.mixer_norm}.weight")
+        return self.norm_offset if is_norm and not of_mixer else 0.0
 
 
 def _encoder(architecture: str, **own: Any) -> GGUFArchitecture:
@@ -167,6 +192,66 @@ def _encoder(architecture: str, **own: Any) -> GGUFArchitecture:
         **own,
     )
 
+
+_MIXER_PARTS = {  # of Gated DeltaNet and Mamba 2
+    "ssm_conv1d": "conv1d",
+    "ssm_dt": "dt",
+    "ssm_a": "A_log",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+_OF_QWEN35: dict[str, Any] = {
+    "names": {part: f"linear_attn.{name}" for part, name in _MIXER_PARTS.items()}
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+    },
+    "constants": {INTERLEAVED: True},
+    "norm_offset": 1.0,
+    "mixer_norm": "linear_attn.norm",
+    "read": gated_delta_net_config,
+}
+_LFM_KEYS = {"shortconv.l_cache": "conv_L_cache", "attention.layer_norm_rms_epsilon": "norm_eps"}
+_OF_LFM: dict[str, Any] = {
+    "names": {
+        "attn_norm": "operator_norm",
+        "ffn_norm": "ffn_norm",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "attn_output": "self_attn.out_proj",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.conv": "conv.conv",
+        "shortconv.out_proj": "conv.out_proj",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+        "ffn_gate_inp": "feed_forward.gate",
+        "ffn_gate_exps": "feed_forward.experts.gate_proj",
+        "ffn_up_exps": "feed_forward.experts.up_proj",
+        "ffn_down_exps": "feed_forward.experts.down_proj",
+        "exp_probs_b": "feed_forward.expert",
+    },
+    # both names of the final norm are in use
+    "whole": _WHOLE_MODEL
+    | {"output_norm": "model.embedding_norm", "token_embd_norm": "model.embedding_norm"},
+    "read": short_conv_config,
+}
+_MAMBA_PARTS = _MIXER_PARTS | {"ssm_in": "in_proj", "ssm_d": "D"}
+_GRANITE_NAMES = {part: f"mamba.{name}" for part, name in _MAMBA_PARTS.items()} | {
+    "ffn_gate": "shared_mlp.gate_linear",
+    "ffn_up": "shared_mlp.up_linear",
+    "ffn_down": "shared_mlp.output_linear",
+    "ffn_gate_shexp": "shared_mlp.gate_linear",
+    "ffn_up_shexp": "shared_mlp.up_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": "block_sparse_moe.gate_linear",
+    "ffn_up_exps": "block_sparse_moe.up_linear",
+    "ffn_down_exps": "block_sparse_moe.output_linear",
+}
 
 # "llama" also stands for Mistral, which is the same without a sliding window.
 GGUF_ARCHITECTURES = {
@@ -201,12 +286,7 @@ GGUF_ARCHITECTURES = {
     "granite": GGUFArchitecture(
         "GraniteForCausalLM",
         "granite",
-        keys={
-            "logit_scale": "logits_scaling",
-            "residual_scale": "residual_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "attention.scale": "attention_multiplier",
-        },
+        keys=_GRANITE,
         presence=_BIASES,
         is_permuted=True,
     ),
@@ -253,6 +333,46 @@ GGUF_ARCHITECTURES = {
         keys=_LOCAL_EXPERTS,
         presence={"attention_bias": "attn_q.bias"},
         windows=2,
+    ),
+    "qwen35": GGUFArchitecture(
+        "Qwen3_5ForCausalLM", "qwen3_5_text", keys=OF_GATED_DELTA_NET, **_OF_QWEN35
+    ),
+    "qwen35moe": GGUFArchitecture(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        keys=OF_GATED_DELTA_NET | _EXPERTS,
+        **_OF_QWEN35,
+        sizes=_EXPERT_SIZE | {"shared_expert_intermediate_size": "ffn_gate_shexp.weight"},
+    ),
+    "lfm2": GGUFArchitecture(
+        "Lfm2ForCausalLM",
+        "lfm2",
+        keys=_LFM_KEYS,
+        constants={"block_auto_adjust_ff_dim": False},
+        **_OF_LFM,
+    ),
+    "lfm2moe": GGUFArchitecture(
+        "Lfm2MoeForCausalLM",
+        "lfm2_moe",
+        keys=_LFM_KEYS
+        | _EXPERTS
+        | {
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "leading_dense_block_count": "num_dense_layers",
+        },
+        **_OF_LFM,
+    ),
+    "granitehybrid": GGUFArchitecture(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        _GRANITE_NAMES,
+        keys=_GRANITE
+        | OF_MAMBA
+        | _LOCAL_EXPERTS
+        | {"expert_shared_feed_forward_length": "shared_intermediate_size"},
+        presence={"attention_bias": "attn_q.bias", "mamba_conv_bias": "ssm_conv1d.bias"},
+        is_permuted=True,
+        read=granite_config,
     ),
     # the following run in transformers' code
     "gemma": GGUFArchitecture(

@@ -179,12 +179,12 @@ def _of_tensors(tensors: Mapping[str, GGUFTensor], known: GGUFArchitecture) -> d
     config: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in tensors}
     if (embedding := tensors.get("token_embd.weight")) is not None:
         config["vocab_size"] = embedding.shape[0]  # the file's own key may leave out padding
+    parts = {name.split(".", 2)[-1] for name in tensors}
     for key, name in known.sizes.items():
         if (tensor := tensors.get(f"blk.0.{name}")) is not None and len(tensor.shape) > 1:
             config[key] = tensor.shape[-2]
     for key, name in known.presence.items():
-        fused = name.replace("attn_q.", "attn_qkv.")
-        config[key] = f"blk.0.{name}" in tensors or f"blk.0.{fused}" in tensors
+        config[key] = name in parts or name.replace("attn_q.", "attn_qkv.") in parts
     return config
 
 

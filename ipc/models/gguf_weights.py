@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
 from ..errors import ModelLoadError
@@ -17,6 +17,7 @@ from .gguf_architectures import (
     REFUSED_ARCHITECTURES,
     GGUFArchitecture,
 )
+from .gguf_hybrids import DRAFT_LAYERS
 from .stacked_experts import stacked_pieces
 
 ARCHITECTURE_KEY = "general.architecture"
@@ -56,7 +57,7 @@ MEMORY_TYPES = {type: type for type in _WITH_KERNELS} | {
 }
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # these weights form one layer, whose blocks are kept if all of them can be
-_MERGED = re.compile(r"\b(?:(?:[qkv]|gate|up)_proj|w[13])\.weight$")
+_MERGED = re.compile(r"\b(?:(?:[qkv]|gate|up)_proj|(?:gate|up)_linear|w[13])\.weight$")
 _KEYS_OR_VALUES = re.compile(r"(.*\.self_attn\.)(?:[kv]_proj|k_norm)\.weight")
 _GATE_OR_UP = re.compile(r"\b(?:gate|up)_proj\b")
 ROPE_FACTORS = "rope_freqs.weight"
@@ -66,23 +67,35 @@ LONG_ROPE_FACTORS = {  # Phi-3's tensors, with the rope parameter that each is
 }
 MAX_ROPE_FACTORS = 65_536
 HEAD = "lm_head.weight"
+# Maps the name of gate and up in one tensor to those of each.
+_HALVES = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "input_linear": ("gate_linear", "up_linear"),
+}
 
 
 def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str, GGUFTensor]:
-    """Returns the file's tensors by the model's names, in the order of the file's bytes, after a
-    check that all agree with the model. `shapes` has every tensor that must be there.
+    """Returns the file's tensors by the model's names (parts_in_files), in the order of the file's
+    bytes, after a check that all agree with the model. `shapes` has every tensor that must be
+    there. Layers that only predict tokens ahead are left out.
 
     Raises ModelLoadError, naming file and tensor, for an architecture whose names are unknown, a
     tensor that is missing or unexpected, a wrong shape, and a type that cannot be read.
     """
     architecture, path = architecture_of(file), file.paths[0]
-    experts = _stacked_experts(shapes)
+    shapes = {
+        part: part_shape
+        for name, shape in shapes.items()
+        for part, part_shape in parts_in_files(name, shape).items()
+    }
+    experts, is_draft = _stacked_experts(shapes), _draft_layers(file)
     found: dict[str, GGUFTensor] = {}
     for tensor in sorted(file.tensors.values(), key=lambda t: (t.path, t.offset)):
         if tensor.name == ROPE_FACTORS or tensor.name in LONG_ROPE_FACTORS:
             continue  # read_rope_factors reads it for the configuration
+        if is_draft(tensor.name):
+            continue
         name = architecture.model_name(tensor.name)
-        name = None if name is None else _as_in(shapes, name)
         names = [] if name is None else experts.get(name, [name])
         if name is not None and name not in shapes and ".qkv_proj." in name:
             names = [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"]
@@ -103,16 +116,44 @@ def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str
     return found
 
 
-def _as_in(shapes: Mapping[str, list[int]], name: str) -> str:
-    """The name in `shapes` of a tensor that is no `weight` or `bias` of a layer there."""
-    others = name.removesuffix(".weight"), name.replace(".bias", "_bias")
-    return next((one for one in (name, *others) if one in shapes), name)
-
-
 def _is_unused(name: str | None, shapes: Mapping[str, list[int]]) -> bool:
     """Whether it is of the keys and values of a layer that makes none."""
     found = None if name is None else _KEYS_OR_VALUES.fullmatch(name)
     return found is not None and f"{found[1]}k_proj.weight" not in shapes
+
+
+def parts_in_files(name: str, shape: list[int]) -> dict[str, list[int]]:
+    """The names and shapes under which a tensor of a model lies in a GGUF file. All names end with
+    weight or bias, and gate and up lie apart.
+    """
+    stem, kind = name, "weight"
+    if name.endswith((".weight", ".bias")):
+        stem, _, kind = name.rpartition(".")
+    elif name.endswith("_bias"):
+        stem, kind = name.removesuffix("_bias"), "bias"
+    for pair, halves in _HALVES.items():
+        if stem.endswith(f"shared_mlp.{pair}"):
+            rows = [shape[0] // 2, *shape[1:]]
+            return {f"{stem.removesuffix(pair)}{half}.{kind}": rows for half in halves}
+    return {f"{stem}.{kind}": shape}
+
+
+def _draft_layers(file: GGUFFile) -> Callable[[str], bool]:
+    """Whether a tensor, by its name in the file, is of a layer that only predicts tokens ahead."""
+    prefix = f"{file.metadata[ARCHITECTURE_KEY]}."
+    num_layers = file.metadata.get(f"{prefix}block_count")
+    num_drafts = file.metadata.get(f"{prefix}{DRAFT_LAYERS}", 0)
+    if not isinstance(num_layers, int) or not isinstance(num_drafts, int):
+        return lambda name: False
+
+    def is_draft(name: str) -> bool:
+        block, _, rest = name.partition(".")
+        layer = rest.partition(".")[0]
+        if block != "blk" or not layer.isdecimal() or len(layer) > 9:
+            return False
+        return num_layers - num_drafts <= int(layer) < num_layers
+
+    return is_draft
 
 
 def _stacked_experts(shapes: Mapping[str, list[int]]) -> dict[str, list[str]]:
@@ -123,8 +164,10 @@ def _stacked_experts(shapes: Mapping[str, list[int]]) -> dict[str, list[str]]:
     for weight, piece in stacked_pieces(shapes).items():
         stored = piece.stored
         if piece.expert is not None:
-            stored = stored.replace("gate_up_proj", "up_proj" if piece.is_second else "gate_proj")
-            stored = f"{stored.removesuffix('_bias')}.{weight.rpartition('.')[2]}"
+            stored = stored.removesuffix("_bias").removesuffix(".weight")
+            for pair, halves in _HALVES.items():
+                stored = stored.replace(pair, halves[piece.is_second])
+            stored += f".{weight.rpartition('.')[2]}"
         experts.setdefault(stored, []).append(weight)
         if (both := _GATE_OR_UP.sub("gate_up_proj", stored)) != stored:
             experts.setdefault(both, []).append(weight)
@@ -134,9 +177,11 @@ def _stacked_experts(shapes: Mapping[str, list[int]]) -> dict[str, list[str]]:
 def _parts(tensor: GGUFTensor, shapes: list[list[int]]) -> list[GGUFTensor]:
     """The tensor, or the weights of these shapes that it consists of, one after the other."""
     if len(shapes) == 1:
-        # a matrix of one row is stored as a vector
-        is_row = shapes[0] == [1, *tensor.shape]
-        return [tensor._replace(shape=(1, *tensor.shape)) if is_row else tensor]
+        # A matrix of one row is stored as a vector. A convolution has no dimension of one, while a
+        # vector of a mixer has a second one: of one, or of the groups of its norm.
+        is_matrix = len(shapes[0]) == 2 and shapes[0][0] > 1
+        is_same = prod(shapes[0]) == prod(tensor.shape)
+        return [tensor._replace(shape=tuple(shapes[0])) if is_same and not is_matrix else tensor]
     is_stack = len(tensor.shape) > len(shapes[0])
     if is_stack and len(shapes) == 2 * tensor.shape[0] and tensor.shape[1] % 2 == 0:
         count, height, *columns = tensor.shape  # gate, then up, of each expert

@@ -46,6 +46,9 @@ class GatedDeltaNetConfig:
     # The checkpoint has one tensor for queries, keys, values and gates, and one for beta and decay,
     # whose rows are ordered by key head (Qwen3-Next).
     is_by_key_head: bool = False
+    # Value head h belongs to key head h % num_key_heads, as GGUF files have them. Else the value
+    # heads of a key head are neighbours.
+    is_interleaved: bool = False
 
     @property
     def key_size(self) -> int:

@@ -17,6 +17,8 @@ from .rope_config import FULL
 
 Keys = dict[str, Any]
 LINEAR = "linear_attention"
+# A key of GGUF files: see is_interleaved of GatedDeltaNetConfig.
+INTERLEAVED = "interleaved_value_heads"
 MOST_TAPS = 64  # of a convolution
 MOST_OF_A_MIXER = 65_536  # of heads and of features of a head
 # of images, whose positions have three parts; those of a text are alike
@@ -65,6 +67,7 @@ def qwen_fields(hf_config: Keys, *, is_by_key_head: bool = False) -> Keys:
         size("linear_conv_kernel_dim", MOST_TAPS, 2),
         hf_config.get("rms_norm_eps", 1e-6),
         is_by_key_head,
+        hf_config.get(INTERLEAVED) is True,
     )
     if mixer.num_value_heads % mixer.num_key_heads:
         wanted = f"a multiple of linear_num_key_heads={mixer.num_key_heads}"

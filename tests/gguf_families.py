@@ -1,5 +1,5 @@
-"""GGUF files of Gemma 4 as llama.cpp's converter writes them, made of a tiny checkpoint: names from
-the `gguf` package's tables, metadata by layer.
+"""GGUF files of Gemma 4 and of multi-head latent attention as llama.cpp's converter writes them,
+made of a tiny checkpoint: names from the `gguf` package's tables, metadata by layer.
 """
 
 from __future__ import annotations
@@ -11,11 +11,37 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
 from quire.tests.gguf_checkpoints import add_tokenizer, quantize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 Tensors = Iterator[tuple[str, np.ndarray]]  # names of the file, with their endings
 _ENDLESS = 1e30
+
+
+def round_to_blocks(checkpoint: Path, type: str) -> None:
+    """Makes of all matrices that write_family_gguf writes as blocks what the blocks stand for."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    kind = gguf.GGMLQuantizationType[type]
+    columns = gguf.GGML_QUANT_SIZES[kind][0]
+
+    def rounded(values: np.ndarray) -> np.ndarray:
+        if values.ndim == 1 or values.shape[-1] % columns:
+            return values
+        return gguf.dequantize(gguf.quantize(np.ascontiguousarray(values), kind), kind)
+
+    tensors = {}
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        values = tensor.numpy()
+        if name.endswith(".kv_b_proj.weight"):
+            by_head = values.reshape(config["num_attention_heads"], -1, values.shape[-1])
+            of_keys, of_values = np.split(by_head, [config["qk_nope_head_dim"]], axis=1)
+            parts = [rounded(of_keys.swapaxes(1, 2)).swapaxes(1, 2), rounded(of_values)]
+            values = np.concatenate(parts, axis=1).reshape(values.shape)
+        else:
+            values = rounded(values)
+        tensors[name] = torch.from_numpy(values.copy())
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_family_gguf(path: Path, checkpoint: Path, type: str = "F32") -> None:
@@ -113,6 +139,63 @@ def _gemma4(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Tensors:
             )
 
 
+def _add_deepseek2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    rank, rotary_dim = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    is_v2 = config["model_type"] == "deepseek_v2"
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count_kv(1)
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(rotary_dim)
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + rotary_dim)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary_dim)
+    writer.add_value_length_mla(config["v_head_dim"])
+    kinds = config.get("mlp_layer_types")
+    num_dense = kinds.index("sparse") if kinds else config["first_k_dense_replace"]
+    writer.add_leading_dense_block_count(num_dense)
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config.get("norm_topk_prob"):
+        writer.add_expert_weights_norm(True)
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    kind = gguf.ExpertGatingFuncType.SOFTMAX if is_v2 else gguf.ExpertGatingFuncType.SIGMOID
+    writer.add_expert_gating_func(kind)
+
+
+def _deepseek2(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Tensors:
+    """The weight of keys and values is in two parts, of which the first is transposed by head."""
+    heads, key_dim = config["num_attention_heads"], config["qk_nope_head_dim"]
+    for name, values in tensors.items():
+        if name.endswith(".kv_b_proj.weight"):
+            by_head = values.reshape(heads, -1, values.shape[-1])
+            of_keys, of_values = by_head[:, :key_dim], by_head[:, key_dim:]
+            yield name.replace("kv_b_proj", "k_b_proj"), of_keys.swapaxes(1, 2)
+            yield name.replace("kv_b_proj", "v_b_proj"), of_values
+        elif name.endswith(".e_score_correction_bias"):
+            yield name.replace("_bias", ".bias"), values
+        elif ".experts.0." in name:
+            experts = range(config["n_routed_experts"])
+            stacked = [tensors[name.replace(".experts.0.", f".experts.{i}.")] for i in experts]
+            yield name.replace(".experts.0.", ".experts."), np.stack(stacked)
+        elif ".experts." not in name:
+            yield name, values
+
+
+_DEEPSEEK2 = gguf.MODEL_ARCH.DEEPSEEK2, _add_deepseek2, _deepseek2
 _FAMILIES: dict[str, Any] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _DEEPSEEK2),
     "gemma4_text": (gguf.MODEL_ARCH.GEMMA4, _add_gemma4, _gemma4),
 }

@@ -130,8 +130,9 @@ NOTES = {
 
 def supported() -> Iterator[str]:
     gguf = {
-        (known.architecture, known.model_type): f"GGUF (`{name}`)"
+        row: f"GGUF (`{name}`)"
         for name, known in [*GGUF_ARCHITECTURES.items(), *VARIANTS.items()]
+        for row in ((known.architecture, known.model_type), *known.others)
     }
     yield "| architecture | model_type | code | formats | parsers | compared with |"
     yield "|---|---|---|---|---|---|"

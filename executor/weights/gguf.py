@@ -23,6 +23,7 @@ from ...ipc.models.gguf_weights import (
     is_permuted,
     parts_in_files,
     read_rope_factors,
+    whole_of_heads,
 )
 from ..device import release_mapped
 from .load_times import LoadTimes
@@ -61,22 +62,55 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times:
     heads = {"q": model.config.num_attention_heads, "k": model.config.num_key_value_heads}
     num_loaded, num_expected = 0, sum(num_elements.values())
     maps: dict[Path, mmap.mmap] = {}
-    released = 0
+    released, heads_of = 0, _PartsOfHeads(model.config)
     stored = ((name, _rows(_map(maps, tensor.path), tensor)) for name, tensor in origin.items())
     for name, rows in times.reading(stored):
         tensor, packed = origin[name], PackedRows(rows, origin[name].type, is_mapped=True)
         with times.converting():
             if is_permuted(file, name):
                 packed = halves_apart(packed, heads[name.split("_proj")[0][-1]])
-            target = missing.pop(name)
-            fill(target, packed if target.dim() > 1 else _vector(packed, name, offset_of(name)))
-        del target
+            values: torch.Tensor | PackedRows | None = packed
+            if whole := whole_of_heads(name):
+                name, values = whole, heads_of.add(whole, tensor, packed)
+            if values is not None:
+                target = missing.pop(name)
+                is_vector = target.dim() == 1
+                fill(target, _vector(packed, name, offset_of(name)) if is_vector else values)
+                del target
         # it releases all tensors so far: a layer's blocks are read when the last of them is there
         if times.num_bytes - released >= _RELEASED_AT_ONCE:
             release_mapped(_bytes(maps[tensor.path], tensor.offset + tensor.num_bytes))
             released = times.num_bytes
-        num_loaded += num_elements[name]
+        num_loaded += 0 if values is None else num_elements[name]
         report("load weights", num_loaded / num_expected)
+
+
+class _PartsOfHeads:
+    """Joins the two parts in which files have the weight that makes keys and values of latent
+    vectors: [heads, rank, key_dim], which is transposed, and [heads, value_dim, rank].
+    """
+
+    def __init__(self, config: Any):
+        self._config = config
+        self._waiting: dict[str, dict[bool, torch.Tensor]] = {}  # by weight
+
+    def add(self, name: str, tensor: GGUFTensor, packed: PackedRows) -> torch.Tensor | None:
+        """The weight, [heads * (key_dim + value_dim), rank] fp32, once both parts are there."""
+        num_heads, rows, columns = tensor.shape
+        of_keys, own = "attn_k_b" in tensor.name, self._config.latent
+        wanted = own.key_dim if of_keys else own.value_dim
+        if (columns if of_keys else rows) != wanted:
+            raise ModelLoadError(
+                f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)}, heads need "
+                f"{wanted}"
+            )
+        part = packed.dequantized(torch.float32).view(num_heads, rows, columns)
+        parts = self._waiting.setdefault(name, {})
+        parts[of_keys] = part.transpose(1, 2) if of_keys else part
+        if len(parts) < 2:
+            return None
+        del self._waiting[name]
+        return torch.cat([parts[True], parts[False]], dim=1).flatten(0, 1)
 
 
 def _check_rope(path: Path, rope: dict[str, Any], factors: list[float] | None) -> None:

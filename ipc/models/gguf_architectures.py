@@ -13,7 +13,7 @@ from typing import Any
 
 from .encoders import ENCODERS
 from .gguf import GGUFTensor
-from .gguf_families import gemma4_config
+from .gguf_families import deepseek2_config, gemma4_config
 from .gguf_hybrids import (
     OF_GATED_DELTA_NET,
     OF_MAMBA,
@@ -86,6 +86,21 @@ _GEMMA4_LAYER = _SANDWICH | {
     "ffn_down_exps.scale": "router.per_expert_scale",
 }
 
+_LATENT_LAYER = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",  # these two are parts of kv_b_proj (gguf_weights.py)
+    "attn_v_b": "self_attn.v_b_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+
 QUERY_GROWTH = "llama_4_scaling_beta"  # a key of rope_scaling
 _GRANITE = {
     "logit_scale": "logits_scaling",
@@ -118,6 +133,7 @@ class GGUFArchitecture:
 
     `read` reads what the metadata says in the family's own terms. `shares_keys`: layers that read
     the keys and values of another one may have weights for their own, which nobody needs.
+    `others`: architectures and model types whose files have the same name.
     """
 
     architecture: str
@@ -137,6 +153,7 @@ class GGUFArchitecture:
     is_encoder: bool = False
     read: Reader | None = None
     shares_keys: bool = False
+    others: tuple[tuple[str, str], ...] = ()
 
     def model_name(self, name: str) -> str | None:
         """Maps blk.3.attn_q.weight to model.layers.3.self_attn.q_proj.weight, and an unknown name
@@ -276,7 +293,40 @@ GGUF_ARCHITECTURES = {
         },
         whole=_GEMMA4_WHOLE,
         read=gemma4_config,
+        others=(("Gemma4UnifiedForCausalLM", "gemma4_unified_text"),),
         shares_keys=True,
+    ),
+    "deepseek2": GGUFArchitecture(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        _LATENT_LAYER,
+        keys={
+            "attention.q_lora_rank": "q_lora_rank",
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "leading_dense_block_count": "first_k_dense_replace",
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_shared_count": "n_shared_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+            "rope.scaling.mscale": "mscale",
+        },
+        constants={
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        presence={"attention_bias": "attn_kv_a_mqa.bias"},
+        read=deepseek2_config,
+        others=(
+            ("DeepseekV2ForCausalLM", "deepseek_v2"),
+            ("Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
+        ),
     ),
     "phi3": GGUFArchitecture("Phi3ForCausalLM", "phi3", _FUSED_UP),
     "smollm3": GGUFArchitecture(

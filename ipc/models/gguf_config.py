@@ -337,7 +337,7 @@ def _rope_scaling(
     if rope_type == "linear":
         scaling.pop("original_max_position_embeddings", None)
     if rope_type == "yarn" and scaling.get("mscale_all_dim"):
-        scaling["mscale"] = 1.0
+        scaling.setdefault("mscale", 1.0)
     return scaling
 
 

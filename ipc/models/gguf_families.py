@@ -67,7 +67,48 @@ def gemma4_config(
     }
 
 
+_SOFTMAX, _SIGMOID = 1, 2  # expert_gating_func
 _ENDLESS = 1e29  # what is divided by it does not rotate
+
+
+def deepseek2_config(
+    own: dict[str, Any], tensors: Mapping[str, GGUFTensor], _: list[float] | None
+) -> dict[str, Any]:
+    """That of DeepSeek V2 and V3, and of what is one of them: Kimi K2, GLM-4.7-Flash. `own` is as
+    in gemma4_config. A correction of the experts' scores tells V3 from V2.
+
+    Raises ModelLoadError, naming the key, for a router that neither has.
+    """
+    rotary_dim = own.pop("rope.dimension_count", None)
+    key_dim = own.pop("attention.key_length_mla", own.get("attention.key_length"))
+    value_dim = own.pop("attention.value_length_mla", own.get("attention.value_length"))
+    for key in ("attention.key_length", "attention.value_length", "attention.head_count_kv"):
+        own.pop(key, None)  # they follow from the sizes of latent vectors
+    if not isinstance(rotary_dim, int) or not isinstance(key_dim, int) or rotary_dim >= key_dim:
+        raise _malformed("rope.dimension_count", "less than attention.key_length_mla")
+    if (log_multiplier := own.get("rope.scaling.yarn_log_multiplier")) is not None:
+        if not isinstance(log_multiplier, (int, float)):
+            raise _malformed("rope.scaling.yarn_log_multiplier", "a number")
+        # 0.1 times the key of config.json, whose other one is always the same
+        weight = round(10 * log_multiplier, 6)
+        own |= {"rope.scaling.yarn_log_multiplier": weight, "rope.scaling.mscale": weight}
+    is_v3 = any(name.endswith(".exp_probs_b.bias") for name in tensors)
+    gating = own.pop("expert_gating_func", None)
+    if gating not in (None, _SIGMOID if is_v3 else _SOFTMAX):
+        wanted = f"{_SIGMOID} with" if is_v3 else f"{_SOFTMAX} without"
+        raise _malformed("expert_gating_func", f"{wanted} exp_probs_b, got {gating!r:.100}")
+    if not is_v3 and own.get("expert_weights_norm"):
+        raise _malformed("expert_weights_norm", "false without exp_probs_b")
+    kind = "V3" if is_v3 else "V2"
+    return {
+        "architectures": [f"Deepseek{kind}ForCausalLM"],
+        "model_type": f"deepseek_{kind.lower()}",
+        "num_key_value_heads": own.get("attention.head_count"),
+        "qk_rope_head_dim": rotary_dim,
+        "qk_nope_head_dim": key_dim - rotary_dim,
+        "v_head_dim": value_dim,
+        "topk_method": "noaux_tc" if is_v3 else "group_limited_greedy",
+    }
 
 
 def rotated_part(factors: Sequence[float]) -> float:

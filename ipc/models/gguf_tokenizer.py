@@ -23,6 +23,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
 KINDS = {
     "gpt2": "byte-level BPE",
     "llama": "SentencePiece BPE",
+    "gemma4": "SentencePiece BPE with merges",
     "bert": "WordPiece",
     "t5": "SentencePiece unigram",
 }
@@ -57,7 +58,13 @@ def gguf_tokenizer(vocabulary: Vocabulary) -> dict[str, Any]:
     Raises ModelLoadError, naming file and key, for what is missing, unsound or unknown.
     """
     vocabulary.check()
-    of_kind = {"gpt2": _byte_level, "llama": _sentence_piece, "bert": _word_piece, "t5": _unigram}
+    of_kind = {
+        "gpt2": _byte_level,
+        "llama": _sentence_piece,
+        "gemma4": _sentence_piece,
+        "bert": _word_piece,
+        "t5": _unigram,
+    }
     parts = of_kind[vocabulary.kind](vocabulary)
     return {
         "version": "1.0",
@@ -168,7 +175,7 @@ class Vocabulary:
     @property
     def added_types(self) -> tuple[int, ...]:
         """The types of `added_tokens`."""
-        is_sentence_piece = self.kind in ("llama", "t5")
+        is_sentence_piece = self.kind in ("llama", "gemma4", "t5")
         return (CONTROL, USER_DEFINED, UNKNOWN) if is_sentence_piece else (CONTROL, USER_DEFINED)
 
     def special_id(self, *keys: str, text: str) -> int:
@@ -214,12 +221,6 @@ def _byte_level(vocabulary: Vocabulary) -> dict[str, Any]:
             f"is {name!r:.100}; supported: {', '.join(PRE_TOKENIZERS)}; {REMEDY}",
         )
     pre = PRE_TOKENIZERS[name]
-    merges = []
-    for merge in vocabulary.listed("merges", str):
-        at = merge.find(" ", 1)
-        if at < 0:
-            raise vocabulary.unsound("merges", f"has {merge!r:.100}, which is no pair")
-        merges.append((merge[:at], merge[at + 1 :]))
     return {
         "normalizer": _NFC if pre.nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre.steps)},
@@ -232,18 +233,32 @@ def _byte_level(vocabulary: Vocabulary) -> dict[str, Any]:
                 for token_id, text in enumerate(vocabulary.tokens)
                 if vocabulary.types[token_id] != UNUSED
             },
-            merges,
+            _listed_merges(vocabulary),
             ignore_merges=pre.ignore_merges,
         ),
     }
 
 
+def _listed_merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    merges = []
+    for merge in vocabulary.listed("merges", str):
+        at = merge.find(" ", 1)
+        if at < 0:
+            raise vocabulary.unsound("merges", f"has {merge!r:.100}, which is no pair")
+        merges.append((merge[:at], merge[at + 1 :]))
+    return merges
+
+
 def _sentence_piece(vocabulary: Vocabulary) -> dict[str, Any]:
     if vocabulary.get("remove_extra_whitespaces", bool, False):
         raise vocabulary.unsound("remove_extra_whitespaces", "is not supported")
-    scores = vocabulary.listed("scores", float, len(vocabulary.tokens))
-    if not scores:
-        raise vocabulary.unsound("scores", "is missing")
+    if vocabulary.kind == "gemma4":
+        merges: Sequence[tuple[str, str]] = _listed_merges(vocabulary)
+    else:
+        scores = vocabulary.listed("scores", float, len(vocabulary.tokens))
+        if not scores:
+            raise vocabulary.unsound("scores", "is missing")
+        merges = _merges_by_score(vocabulary, scores)
     has_prefix = vocabulary.get("add_space_prefix", bool, True)
     vocab = {text: token_id for token_id, text in enumerate(vocabulary.tokens)}
     unknown = vocabulary.token_id("unknown_token_id")
@@ -265,7 +280,7 @@ def _sentence_piece(vocabulary: Vocabulary) -> dict[str, Any]:
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": _bpe(
             vocab,
-            _merges_by_score(vocabulary, scores),
+            merges,
             byte_fallback=BYTE in vocabulary.types,
             unk_token=None if unknown is None else vocabulary.tokens[unknown],
             fuse_unk=True,

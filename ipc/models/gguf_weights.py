@@ -58,6 +58,7 @@ MEMORY_TYPES = {type: type for type in _WITH_KERNELS} | {
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # these weights form one layer, whose blocks are kept if all of them can be
 _MERGED = re.compile(r"\b(?:(?:[qkv]|gate|up)_proj|(?:gate|up)_linear|w[13])\.weight$")
+_PART_OF_HEADS = re.compile(r"\b[kv]_b_proj\.weight$")
 _KEYS_OR_VALUES = re.compile(r"(.*\.self_attn\.)(?:[kv]_proj|k_norm)\.weight")
 _GATE_OR_UP = re.compile(r"\b(?:gate|up)_proj\b")
 ROPE_FACTORS = "rope_freqs.weight"
@@ -103,6 +104,10 @@ def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str
             continue  # the model pools, or it generates with tied weights
         if architecture.shares_keys and _is_unused(name, shapes):
             continue
+        if name is not None and (whole := whole_of_heads(name)) in shapes:
+            found[name] = tensor
+            _check_part_of_heads(tensor, shapes[whole][1])
+            continue
         if not names or not all(one in shapes for one in names):
             raise ModelLoadError(
                 f"{tensor.path}: the model has no place for tensor {tensor.name:.100}"
@@ -110,10 +115,48 @@ def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str
         for one, part in zip(names, _parts(tensor, [shapes[one] for one in names]), strict=True):
             _check_tensor(part, one, shapes)
             found[one] = part
-    if missing := [name for name in shapes if name not in found]:
+    _check_heads(found, shapes)
+    wholes = {whole_of_heads(name) for name in found}
+    if missing := [name for name in shapes if name not in found and name not in wholes]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelLoadError(f"{path}: there is no tensor for {missing[0]}{more}")
     return found
+
+
+def whole_of_heads(name: str) -> str:
+    """The model's name for the weight of which k_b_proj and v_b_proj are the two parts, and "" for
+    other names.
+    """
+    whole = _PART_OF_HEADS.sub("kv_b_proj.weight", name)
+    return "" if whole == name else whole
+
+
+def _check_part_of_heads(tensor: GGUFTensor, rank: int) -> None:
+    """k_b_proj is [heads, rank, key_dim], and v_b_proj [heads, value_dim, rank]."""
+    dim = 1 if "attn_k_b" in tensor.name else 2
+    if len(tensor.shape) != 3 or tensor.shape[dim] != rank or tensor.type not in READABLE_TYPES:
+        raise ModelLoadError(
+            f"{tensor.path}: tensor {tensor.name} is {tensor.type:.20} of shape "
+            f"{list(tensor.shape)!s:.100}, the model needs {rank} in dimension {dim}"
+        )
+
+
+def _check_heads(found: Mapping[str, GGUFTensor], shapes: Mapping[str, list[int]]) -> None:
+    """Checks that both parts of a weight are there and have its rows together."""
+    for name, tensor in found.items():
+        whole = whole_of_heads(name)
+        if not whole:
+            continue
+        keys, values = (
+            found.get(whole.replace("kv_b_proj", part)) for part in ("k_b_proj", "v_b_proj")
+        )
+        if keys is None or values is None or keys.shape[0] != values.shape[0]:
+            raise ModelLoadError(f"{tensor.path}: there is no second part for {tensor.name}")
+        if keys.shape[0] * (keys.shape[2] + values.shape[1]) != shapes[whole][0]:
+            raise ModelLoadError(
+                f"{tensor.path}: {keys.name} and {values.name} have shapes {list(keys.shape)} and "
+                f"{list(values.shape)}, the model needs {shapes[whole]}"
+            )
 
 
 def _is_unused(name: str | None, shapes: Mapping[str, list[int]]) -> bool:

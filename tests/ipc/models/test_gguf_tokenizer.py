@@ -135,6 +135,23 @@ def test_sentence_piece_ids_are_those_of_its_own_encoder(has_prefix: bool, tmp_p
         assert ours.decode(expected, skip_special_tokens=False) == original.decode(expected)
 
 
+def test_merges_may_be_listed_instead_of_scores(tmp_path: Path) -> None:
+    """Gemma 4's files have both; the merges count."""
+    by_score = built(tmp_path, sentence_piece_metadata(trained(), add_space_prefix=False))
+    merges = json.loads(by_score.to_str())["model"]["merges"]
+    metadata = sentence_piece_metadata(
+        trained(),
+        merges=[" ".join(pair) for pair in merges],
+        scores=[-1000.0] * by_score.get_vocab_size(),
+        add_space_prefix=False,
+    ) | {"tokenizer.ggml.model": "gemma4"}
+    ours = built(tmp_path, metadata)
+    for text in texts(500):
+        assert ours.encode(text).ids == by_score.encode(text).ids
+    with pytest.raises(ModelLoadError, match="tokenizer.ggml.merges has 'ab', which is no pair"):
+        built(tmp_path, metadata | {"tokenizer.ggml.merges": ["ab"]})
+
+
 @pytest.mark.parametrize("kind", ["uncased", "cased", "accents"])
 def test_word_piece_ids_are_those_of_the_original(kind: str, tmp_path: Path) -> None:
     """What becomes of capitals and accents follows from the vocabulary, and pairs have types."""
@@ -253,8 +270,8 @@ def test_a_tokenizer_json_beside_the_file_wins(tmp_path: Path) -> None:
         (
             {"model": "rwkv"},
             r"model is 'rwkv' \(RWKV's longest matches\); supported: gpt2 \(byte-level BPE\), "
-            r"llama \(SentencePiece BPE\), bert \(WordPiece\), t5 \(SentencePiece unigram\); a "
-            r"tokenizer.json beside the file",
+            r"llama \(SentencePiece BPE\), gemma4 \(SentencePiece BPE with merges\), bert "
+            r"\(WordPiece\), t5 \(SentencePiece unigram\); a tokenizer.json beside the file",
         ),
         ({"model": "t5"}, "scores is missing"),
         ({"model": "bert"}, r"unknown_token_id is missing, and there is no token \[UNK\]"),

@@ -21,9 +21,13 @@ from safetensors.torch import load_file
 ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
+    "nemotron_h": "nemotron_h",
+    "mamba2": "mamba2",
 }
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
@@ -31,7 +35,10 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 def write_hybrid_gguf(path: Path, checkpoint: Path, type: str = "F32") -> None:
     """Writes matrices as blocks of `type` and other tensors as F32."""
     config = json.loads((checkpoint / "config.json").read_text())
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     architecture = ARCHITECTURES[config["model_type"]]
+    if architecture == "nemotron_h" and "moe" in config["layers_block_type"]:
+        architecture = "nemotron_h_moe"
     number = next(one for one, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, architecture)
@@ -93,12 +100,27 @@ def _changed(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> Tensors
     if "conv1d.weight" in name or "conv.conv.weight" in name:
         tensor = tensor.squeeze(1)
     model_type = config["model_type"]
-    if model_type.startswith("qwen3_5"):
+    if model_type.startswith("qwen3"):
         if name.endswith("norm.weight") and "linear_attn" not in name:
             tensor = tensor + 1
+    if name.endswith("in_proj_qkvz.weight"):
+        yield from _gates_apart(name, tensor, config)
+        return
+    if model_type.startswith("qwen3_5"):
         tensor = _value_heads_apart(name, tensor, config)
     elif model_type == "granitemoehybrid":
         yield from _of_granite(name, tensor, config)
+        return
+    elif model_type == "falcon_h1":
+        tensor = _multiplied(name, tensor, config)
+        yield from _of_mamba(name, tensor, config["mamba_n_groups"])
+        return
+    elif model_type in ("nemotron_h", "mamba2"):
+        if model_type == "nemotron_h":
+            tensor = _interleaved(name, tensor, config)
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = re.sub(r"backbone(.*)\.mixer\.experts\.", r"model\1.mlp.experts.", name)
+        yield from _of_mamba(name, tensor, config["n_groups"])
         return
     if name.endswith("experts.gate_up_proj"):
         for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1)):
@@ -110,6 +132,18 @@ def _changed(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> Tensors
         name.replace("expert_bias", "expert_bias.bias") if "lfm2_moe" in model_type else name,
         tensor,
     )
+
+
+def _gates_apart(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> Tensors:
+    """Queries, keys, values and gates of each key head to one tensor of the first three, and one
+    of gates.
+    """
+    num_keys, key_size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] // num_keys * config["linear_value_head_dim"]
+    parts = tensor.view(num_keys, -1, tensor.shape[1]).split([key_size] * 2 + [values] * 2, 1)
+    *qkv, gates = (part.flatten(0, 1) for part in parts)
+    yield name.replace("qkvz", "qkv"), torch.cat(qkv)
+    yield name.replace("qkvz", "z"), gates
 
 
 def _value_heads_apart(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
@@ -138,10 +172,7 @@ def _of_granite(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> Tens
     """Queries and keys are interleaved, whether the model rotates them or not."""
     layer = name.split(".")[2] if ".layers." in name else ""
     experts = config["num_local_experts"] > 0
-    for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-        if f".{part}." in name:
-            halves = tensor.view(config[heads], 2, -1, *tensor.shape[1:])
-            tensor = halves.transpose(1, 2).reshape(tensor.shape)
+    tensor = _interleaved(name, tensor, config)
     if name.endswith("input_linear.weight"):
         is_shared = "shared_mlp" in name
         ending = "_exps" if not is_shared else "_shexp" if experts else ""
@@ -153,9 +184,43 @@ def _of_granite(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> Tens
         yield from _of_mamba(name, tensor, config["mamba_n_groups"])
 
 
+def _interleaved(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+        if f".{part}." in name:
+            halves = tensor.view(config[heads], 2, -1, *tensor.shape[1:])
+            return halves.transpose(1, 2).reshape(tensor.shape)
+    return tensor
+
+
+def _multiplied(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    """By the factors of Falcon-H1, as no key of the metadata has them."""
+    into = config["attention_in_multiplier"]
+    factors = {
+        "embed_tokens.weight": config["embedding_multiplier"],
+        "lm_head.weight": config["lm_head_multiplier"],
+        "q_proj.weight": into,
+        "k_proj.weight": into * config["key_multiplier"],
+        "v_proj.weight": into,
+        "o_proj.weight": config["attention_out_multiplier"],
+        "gate_proj.weight": config["mlp_multipliers"][0],
+        "down_proj.weight": config["mlp_multipliers"][1],
+        "mamba.out_proj.weight": config["ssm_out_multiplier"],
+    }
+    if name.endswith("mamba.in_proj.weight"):
+        inner = config["mamba_n_heads"] * config["mamba_d_head"]
+        states = config["mamba_n_groups"] * config["mamba_d_state"]
+        sizes = inner, inner, states, states, config["mamba_n_heads"]
+        scales = [scale * config["ssm_in_multiplier"] for scale in config["ssm_multipliers"]]
+        return torch.cat([part * scale for part, scale in zip(tensor.split(sizes), scales)])
+    return tensor * next((factors[end] for end in factors if name.endswith(end)), 1.0)
+
+
 def _of_mamba(name: str, tensor: torch.Tensor, num_groups: int) -> Tensors:
     layer = name.split(".")[2] if ".layers." in name else ""
-    part = name.rpartition(".mamba.")[2]
+    part = re.split(r"\.mamba\.|\.mixer\.", name)[-1]
+    if name.endswith("pre_ff_layernorm.weight"):
+        yield f"blk.{layer}.ffn_norm", tensor
+        return
     if part in ("A_log", "D"):
         yield f"blk.{layer}.{'ssm_a' if part == 'A_log' else 'ssm_d'}", tensor[:, None]
     elif part == "norm.weight":
@@ -165,7 +230,11 @@ def _of_mamba(name: str, tensor: torch.Tensor, num_groups: int) -> Tensors:
 
 
 def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
+    num_layers = config["num_hidden_layers"]
+    if config["model_type"] == "mamba2":
+        _add_mamba2(writer, config)
+        return
+    heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -174,14 +243,16 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if num_drafts:
         writer.add_nextn_predict_layers(num_drafts)
     writer.add_head_count(heads)
-    writer.add_layer_norm_rms_eps(config["norm_eps" if "norm_eps" in config else "rms_norm_eps"])
+    epsilons = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
+    writer.add_layer_norm_rms_eps(next(config[key] for key in epsilons if key in config))
     rope = config.get("rope_parameters") or config
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    if config["model_type"] != "nemotron_h":
+        writer.add_rope_freq_base(rope["rope_theta"])
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
-    if config.get("intermediate_size"):
+    if config.get("intermediate_size") and config["model_type"] != "nemotron_h":
         writer.add_feed_forward_length(config["intermediate_size"])
     _ADDERS[config["model_type"]](writer, config)
 
@@ -194,10 +265,10 @@ def _add_qwen(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
     writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
     is_recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
-    is_recurrent += [] if "moe" in config["model_type"] else [False]
+    is_recurrent += [False] if config["model_type"] == "qwen3_5_text" else []
     writer.add_array(f"{writer.arch}.attention.recurrent_layers", is_recurrent)
     writer.add_rope_dimension_sections([2, 1, 1, 0])
-    if "moe" in config["model_type"]:
+    if config.get("num_experts"):
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
@@ -230,11 +301,56 @@ def _add_granite(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _add_mamba(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
-    writer.add_ssm_state_size(config["mamba_d_state"])
-    writer.add_ssm_group_count(config["mamba_n_groups"])
-    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
-    writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+    names = ("mamba_d_conv", "mamba_d_state", "mamba_n_groups", "mamba_n_heads", "mamba_d_head")
+    _add_ssm(writer, *(config[name] for name in names))
+
+
+def _add_ssm(
+    writer: gguf.GGUFWriter, taps: int, size: int, groups: int, heads: int, head_dim: int
+) -> None:
+    writer.add_ssm_conv_kernel(taps)
+    writer.add_ssm_state_size(size)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * head_dim)
+
+
+def _add_falcon(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    _add_mamba(writer, config)
+
+
+def _add_mamba2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_context_length(2**20)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(0)
+    writer.add_feed_forward_length(0)
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    names = ("conv_kernel", "state_size", "n_groups", "num_heads", "head_dim")
+    _add_ssm(writer, *(config[name] for name in names))
+
+
+def _add_nemotron(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    kinds = config["layers_block_type"]
+    heads, is_moe = config["num_key_value_heads"], "moe" in kinds
+    width = config["moe_intermediate_size" if is_moe else "intermediate_size"]
+    has_heads = [kind in ("attention", "full_attention") for kind in kinds]
+    writer.add_head_count_kv([heads if one else 0 for one in has_heads])
+    writer.add_feed_forward_length([width if kind in ("mlp", "moe") else 0 for kind in kinds])
+    names = ("conv_kernel", "ssm_state_size", "n_groups", "mamba_num_heads", "mamba_head_dim")
+    _add_ssm(writer, *(config[name] for name in names))
+    if is_moe:
+        writer.add_expert_count(config["n_routed_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        size = config["moe_shared_expert_intermediate_size"]
+        writer.add_expert_shared_feed_forward_length(size)
+        writer.add_expert_shared_count(1)
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_moe_latent_size(config["moe_latent_size"])
 
 
 def _kv_heads(config: dict[str, Any]) -> list[int]:
@@ -245,7 +361,10 @@ def _kv_heads(config: dict[str, Any]) -> list[int]:
 _ADDERS = {
     "qwen3_5_text": _add_qwen,
     "qwen3_5_moe_text": _add_qwen,
+    "qwen3_next": _add_qwen,
     "lfm2": _add_lfm,
     "lfm2_moe": _add_lfm,
     "granitemoehybrid": _add_granite,
+    "falcon_h1": _add_falcon,
+    "nemotron_h": _add_nemotron,
 }

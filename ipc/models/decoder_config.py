@@ -176,6 +176,7 @@ _READ = frozenset(
         "conv_bias",
         "full_attention_interval",
         "full_attn_idxs",
+        "gates_apart",
         "interleaved_value_heads",
         "linear_conv_kernel_dim",
         "linear_key_head_dim",

@@ -17,11 +17,16 @@ from .gguf_families import deepseek2_config, gemma4_config
 from .gguf_hybrids import (
     OF_GATED_DELTA_NET,
     OF_MAMBA,
+    OF_MAMBA2,
+    OF_NEMOTRON,
+    falcon_config,
     gated_delta_net_config,
     granite_config,
+    mamba2_config,
+    nemotron_config,
     short_conv_config,
 )
-from .qwen_families import INTERLEAVED
+from .qwen_families import GATES_APART, INTERLEAVED
 
 # Takes keys out of the metadata, and returns keys of config.json (gguf_families.py,
 # gguf_hybrids.py).
@@ -62,7 +67,7 @@ _POST_NORMS = {
 }
 _SANDWICH = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
 _WITHOUT_PRE_NORMS = _POST_NORMS | {"attn_norm": None, "ffn_norm": None}
-_WITHOUT_ENDING = ("ssm_a", "ssm_d")
+_WITHOUT_ENDING = ("ssm_a", "ssm_d", "ffn_norm")
 _FUSED_UP = {"ffn_up": "mlp.gate_up_proj"}
 _GEMMA4_WHOLE = _WHOLE_MODEL | {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
@@ -225,12 +230,14 @@ _OF_QWEN35: dict[str, Any] = {
         "attn_gate": "linear_attn.in_proj_z",
         "ssm_beta": "linear_attn.in_proj_b",
         "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_ba": "linear_attn.in_proj_ba",  # of Qwen3-Next
     },
     "constants": {INTERLEAVED: True},
     "norm_offset": 1.0,
     "mixer_norm": "linear_attn.norm",
     "read": gated_delta_net_config,
 }
+_OF_QWEN3NEXT: dict[str, Any] = _OF_QWEN35 | {"constants": {GATES_APART: True}}
 _LFM_KEYS = {"shortconv.l_cache": "conv_L_cache", "attention.layer_norm_rms_epsilon": "norm_eps"}
 _OF_LFM: dict[str, Any] = {
     "names": {
@@ -268,6 +275,40 @@ _GRANITE_NAMES = {part: f"mamba.{name}" for part, name in _MAMBA_PARTS.items()} 
     "ffn_gate_exps": "block_sparse_moe.gate_linear",
     "ffn_up_exps": "block_sparse_moe.up_linear",
     "ffn_down_exps": "block_sparse_moe.output_linear",
+}
+_BACKBONE: dict[str, Any] = {
+    "whole": {
+        "token_embd": "backbone.embeddings",
+        "output_norm": "backbone.norm_f",
+        "output": "lm_head",
+    },
+    "layer": "backbone.layers.{}.",
+    "presence": {"use_conv_bias": "ssm_conv1d.bias"},
+}
+_MAMBA2_NAMES = {part: f"mixer.{name}" for part, name in _MAMBA_PARTS.items()} | {
+    "attn_norm": "norm"
+}
+_OF_NEMOTRON: dict[str, Any] = _BACKBONE | {
+    "names": _MAMBA2_NAMES
+    | {
+        "attn_q": "mixer.q_proj",
+        "attn_k": "mixer.k_proj",
+        "attn_v": "mixer.v_proj",
+        "attn_output": "mixer.o_proj",
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        "ffn_gate_inp": "mixer.gate",
+        "exp_probs_b": "mixer.gate.e_score_correction",
+        "ffn_up_exps": "mixer.experts.up_proj",
+        "ffn_down_exps": "mixer.experts.down_proj",
+        "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        "ffn_latent_down": "mixer.fc1_latent_proj",
+        "ffn_latent_up": "mixer.fc2_latent_proj",
+    },
+    "constants": {"hidden_act": "relu2"},
+    "is_permuted": True,
+    "read": nemotron_config,
 }
 
 # "llama" also stands for Mistral, which is the same without a sliding window.
@@ -394,6 +435,13 @@ GGUF_ARCHITECTURES = {
         **_OF_QWEN35,
         sizes=_EXPERT_SIZE | {"shared_expert_intermediate_size": "ffn_gate_shexp.weight"},
     ),
+    "qwen3next": GGUFArchitecture(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        keys=OF_GATED_DELTA_NET | _EXPERTS,
+        **_OF_QWEN3NEXT,
+        sizes=_EXPERT_SIZE | {"shared_expert_intermediate_size": "ffn_gate_shexp.weight"},
+    ),
     "lfm2": GGUFArchitecture(
         "Lfm2ForCausalLM",
         "lfm2",
@@ -423,6 +471,50 @@ GGUF_ARCHITECTURES = {
         presence={"attention_bias": "attn_q.bias", "mamba_conv_bias": "ssm_conv1d.bias"},
         is_permuted=True,
         read=granite_config,
+    ),
+    "falcon-h1": GGUFArchitecture(
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        {part: f"mamba.{name}" for part, name in _MAMBA_PARTS.items()}
+        | {
+            "output_norm": "model.final_layernorm",
+            "ffn_norm": "pre_ff_layernorm",
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
+        },
+        keys=OF_MAMBA,
+        constants={"mamba_norm_before_gate": False},
+        presence={"mamba_conv_bias": "ssm_conv1d.bias", "mamba_rms_norm": "ssm_norm.weight"},
+        read=falcon_config,
+    ),
+    "nemotron_h": GGUFArchitecture(
+        "NemotronHForCausalLM", "nemotron_h", keys=OF_NEMOTRON, **_OF_NEMOTRON
+    ),
+    "nemotron_h_moe": GGUFArchitecture(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        keys=OF_NEMOTRON
+        | {
+            "expert_count": "n_routed_experts",
+            "expert_used_count": "num_experts_per_tok",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+            "expert_weights_scale": "routed_scaling_factor",
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+            "moe_latent_size": "moe_latent_size",
+        },
+        **_OF_NEMOTRON,
+    ),
+    "mamba2": GGUFArchitecture(
+        "Mamba2ForCausalLM",
+        "mamba2",
+        _MAMBA2_NAMES,
+        keys=OF_MAMBA2,
+        read=mamba2_config,
+        **_BACKBONE,
     ),
     # the following run in transformers' code
     "gemma": GGUFArchitecture(

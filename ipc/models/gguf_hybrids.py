@@ -34,6 +34,14 @@ OF_MAMBA = {
     "ssm.group_count": "mamba_n_groups",
     "ssm.time_step_rank": "mamba_n_heads",
 }
+OF_NEMOTRON = {
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.state_size": "ssm_state_size",
+    "ssm.group_count": "n_groups",
+    "ssm.time_step_rank": "mamba_num_heads",
+    "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+}
+OF_MAMBA2 = OF_NEMOTRON | {"ssm.state_size": "state_size", "ssm.time_step_rank": "num_heads"}
 DRAFT_LAYERS = "nextn_predict_layers"
 _KV_HEADS = "attention.head_count_kv"
 _SIGMOID = 2  # of expert_gating_func
@@ -73,6 +81,40 @@ def granite_config(own: Own, tensors: Tensors, factors: Factors) -> Own:
     if not own.get("expert_count"):
         keys |= {"num_local_experts": 0, "shared_intermediate_size": own.get("feed_forward_length")}
     return keys
+
+
+def falcon_config(own: Own, tensors: Tensors, factors: Factors) -> Own:
+    """Of Falcon-H1. All layers are alike, and the weights have been multiplied by its factors."""
+    return {"mamba_d_head": _head_size(own)}
+
+
+def mamba2_config(own: Own, tensors: Tensors, factors: Factors) -> Own:
+    """Of Mamba 2, which has mixers alone."""
+    for key in ("attention.head_count", _KV_HEADS, "feed_forward_length"):
+        own.pop(key, None)
+    return {"head_dim": _head_size(own)}
+
+
+def nemotron_config(own: Own, tensors: Tensors, factors: Factors) -> Own:
+    """Of Nemotron-H and Nemotron 3: a layer has attention, an MLP, experts or a mixer."""
+    own.pop("expert_shared_count", None)  # the size is that of all together
+    num_drafts = own.pop(DRAFT_LAYERS, 0)
+    heads, widths = own.get(_KV_HEADS), own.get("feed_forward_length")
+    if not isinstance(heads, list) or not isinstance(widths, list) or len(heads) != len(widths):
+        wanted = "must be lists of one entry for each layer"
+        raise ModelLoadError(f"{_KV_HEADS} and feed_forward_length {wanted}")
+    kinds = []
+    for layer, (count, width) in enumerate(zip(heads, widths)):
+        mlp = "moe" if f"blk.{layer}.ffn_gate_inp.weight" in tensors else "mlp"
+        kinds.append("attention" if count else mlp if width else "mamba")
+    own[_KV_HEADS] = [count for count in heads if count != 0] or 1
+    own["feed_forward_length"] = next((width for width in widths if width), 1)
+    num_layers = len(kinds) - (num_drafts if isinstance(num_drafts, int) else 0)
+    return {
+        "num_hidden_layers": num_layers,
+        "layers_block_type": kinds[:num_layers],
+        "mamba_head_dim": _head_size(own),
+    }
 
 
 def _kinds(own: Own, recurrent: str, attention: str) -> Own:

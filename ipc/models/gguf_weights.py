@@ -21,7 +21,7 @@ from .gguf_hybrids import DRAFT_LAYERS
 from .stacked_experts import stacked_pieces
 
 ARCHITECTURE_KEY = "general.architecture"
-_ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
+_ROTATED = ("self_attn.q_proj", "self_attn.k_proj", "mixer.q_proj", "mixer.k_proj")
 
 # kernels/reference/gguf_blocks.py dequantizes these types.
 READABLE_TYPES = (

@@ -46,6 +46,9 @@ class GatedDeltaNetConfig:
     # The checkpoint has one tensor for queries, keys, values and gates, and one for beta and decay,
     # whose rows are ordered by key head (Qwen3-Next).
     is_by_key_head: bool = False
+    # With is_by_key_head: the checkpoint has queries, keys and values in one tensor and gates in
+    # another, in the order of other models, as GGUF files have them.
+    has_gates_apart: bool = False
     # Value head h belongs to key head h % num_key_heads, as GGUF files have them. Else the value
     # heads of a key head are neighbours.
     is_interleaved: bool = False
@@ -75,12 +78,11 @@ class GatedDeltaNetConfig:
     def projections(self) -> tuple[dict[str, int], dict[str, int]]:
         """Name -> rows of the tensors of the two projections of a token."""
         heads = self.num_value_heads
-        if self.is_by_key_head:
-            return {"in_proj_qkvz": self.conv_size + self.value_size}, {"in_proj_ba": 2 * heads}
-        return (
-            {"in_proj_qkv": self.conv_size, "in_proj_z": self.value_size},
-            {"in_proj_b": heads, "in_proj_a": heads},
-        )
+        apart = {"in_proj_qkv": self.conv_size, "in_proj_z": self.value_size}
+        if not self.is_by_key_head:
+            return apart, {"in_proj_b": heads, "in_proj_a": heads}
+        together = {"in_proj_qkvz": self.conv_size + self.value_size}
+        return apart if self.has_gates_apart else together, {"in_proj_ba": 2 * heads}
 
     def weight_shapes(self, hidden_size: int) -> Shapes:
         for projection in self.projections():

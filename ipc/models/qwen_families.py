@@ -17,8 +17,8 @@ from .rope_config import FULL
 
 Keys = dict[str, Any]
 LINEAR = "linear_attention"
-# A key of GGUF files: see is_interleaved of GatedDeltaNetConfig.
-INTERLEAVED = "interleaved_value_heads"
+# Keys of GGUF files: see is_interleaved and has_gates_apart of GatedDeltaNetConfig.
+INTERLEAVED, GATES_APART = "interleaved_value_heads", "gates_apart"
 MOST_TAPS = 64  # of a convolution
 MOST_OF_A_MIXER = 65_536  # of heads and of features of a head
 # of images, whose positions have three parts; those of a text are alike
@@ -67,7 +67,8 @@ def qwen_fields(hf_config: Keys, *, is_by_key_head: bool = False) -> Keys:
         size("linear_conv_kernel_dim", MOST_TAPS, 2),
         hf_config.get("rms_norm_eps", 1e-6),
         is_by_key_head,
-        hf_config.get(INTERLEAVED) is True,
+        has_gates_apart=hf_config.get(GATES_APART) is True,
+        is_interleaved=hf_config.get(INTERLEAVED) is True,
     )
     if mixer.num_value_heads % mixer.num_key_heads:
         wanted = f"a multiple of linear_num_key_heads={mixer.num_key_heads}"

@@ -123,6 +123,7 @@ def test_metadata_that_gemma_4_cannot_have(
 
 
 DEEPSEEK2 = {
+    "block_count": 3,
     "attention.head_count": 4,
     "attention.key_length": 56,
     "attention.key_length_mla": 40,
@@ -138,11 +139,15 @@ DEEPSEEK2 = {
         ({"attention.key_length_mla": "40"}, "rope.dimension_count must be less than"),
         ({"rope.scaling.yarn_log_multiplier": "1"}, "yarn_log_multiplier must be a number"),
         ({"expert_gating_func": 2}, "expert_gating_func must be 1 without exp_probs_b, got 2"),
+        ({"block_count": "3"}, "block_count and nextn_predict_layers must be integers"),
         ({"expert_weights_norm": True}, "expert_weights_norm must be false"),
     ],
 )
 def test_metadata_that_latent_attention_cannot_have(changes: dict[str, Any], message: str) -> None:
-    found = deepseek2_config(DEEPSEEK2 | {"expert_gating_func": 1}, {}, None)
+    found = deepseek2_config(
+        DEEPSEEK2 | {"expert_gating_func": 1, "nextn_predict_layers": 1}, {}, None
+    )
+    assert found["num_hidden_layers"] == 2
     assert found["architectures"] == ["DeepseekV2ForCausalLM"]
     assert (found["qk_nope_head_dim"], found["v_head_dim"]) == (24, 32)
     with pytest.raises(ModelLoadError, match=message):

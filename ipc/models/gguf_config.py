@@ -93,6 +93,7 @@ ENDING_TOKENS = frozenset(
         "<|eom_id|>",
         "<|end_of_text|>",
         "<end_of_turn>",
+        "<turn|>",
         "<|end|>",
         "<|return|>",
     }

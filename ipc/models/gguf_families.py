@@ -99,8 +99,12 @@ def deepseek2_config(
         raise _malformed("expert_gating_func", f"{wanted} exp_probs_b, got {gating!r:.100}")
     if not is_v3 and own.get("expert_weights_norm"):
         raise _malformed("expert_weights_norm", "false without exp_probs_b")
+    num_layers, num_drafts = own.pop("block_count", None), own.pop("nextn_predict_layers", 0)
+    if not isinstance(num_layers, int) or not isinstance(num_drafts, int):
+        raise _malformed("block_count and nextn_predict_layers", "integers")
     kind = "V3" if is_v3 else "V2"
     return {
+        "num_hidden_layers": num_layers - num_drafts,  # the last ones only predict tokens ahead
         "architectures": [f"Deepseek{kind}ForCausalLM"],
         "model_type": f"deepseek_{kind.lower()}",
         "num_key_value_heads": own.get("attention.head_count"),

@@ -48,6 +48,8 @@ WIDE: dict[str, dict[str, Any]] = {
     "qwen35": {"linear_value_head_dim": 16},
     "lfm2": {},
     "granitehybrid": {"shared_intermediate_size": 96},
+    "falcon-h1": {},
+    "nemotron_h": {},
 }
 
 

@@ -21,7 +21,6 @@ HEADERS = (
     "abi.h",
     "abi_experts.h",
     "abi_lora.h",
-    "abi_drafts.h",
     "abi_ranks.h",
     "abi_states.h",
 )

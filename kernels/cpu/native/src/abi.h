@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 27
+#define QUIRE_ABI_VERSION 28
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -79,14 +79,9 @@ enum Op : int32_t {
     OP_ENCODER_ATTENTION,
     OP_ADD_LORA,
     OP_ADD_LORA_EMBEDDING,
-    OP_FIRST_DRAFTS,
-    OP_PLACE_DRAFTS,
-    OP_ACCEPT_DRAFTS,
     OP_SPREAD_LOGITS,
     OP_ALL_REDUCE,
     OP_ALL_GATHER,
-    OP_LOOKUP_DRAFTS,
-    OP_ACCEPT_LOOKUPS,
     OP_RELU_SQUARED,
     OP_SOFT_CAP,
     OP_MULTIPLY,
@@ -102,7 +97,7 @@ enum Op : int32_t {
 };
 
 // The inputs of one step: T tokens of B requests, laid out as in AttentionMetadata
-// (kernels/ops.py). OP_NEXT_TOKENS and abi_drafts.h write the members that are not const.
+// (kernels/ops.py). OP_NEXT_TOKENS writes the members that are not const.
 struct Step {
     int64_t num_tokens;           // T
     int64_t num_requests;         // B
@@ -119,7 +114,7 @@ struct Step {
     int64_t num_groups, slot_mapping_group, block_table_group;
     const int32_t* token_types;  // [T], or null if the model has none
     const int32_t* adapters;     // [T], or null: the place of each token's LoRA adapter, or -1
-    // [B], or null if the model keeps no states: as in StateRows (kernels/states.py)
+    // [B], or null if the model keeps no states: as in StateRows (kernels/metadata.py)
     const int32_t* state_places;
     const int64_t* last_positions;
     const int64_t* copy_positions;
@@ -405,6 +400,16 @@ struct GatherLogprobs : Call {
     float* logprobs;
     int32_t* ranks;
     int64_t logits_row, vocab_size, k;
+};
+
+// out [rows, vocab_size] = `absent`, but x [rows, size] at token_ids [size], which ascend.
+struct SpreadLogits : Call {
+    const float* x;
+    const int32_t* token_ids;
+    float* out;
+    int64_t x_row, out_row;
+    int64_t size, vocab_size;
+    double absent;
 };
 
 // Connects two steps that run as one; all their rows are decodes. Copies this step's chosen

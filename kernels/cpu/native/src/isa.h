@@ -3,7 +3,6 @@
 #pragma once
 #include "../include/quire/plugin.h"
 #include "abi.h"
-#include "abi_drafts.h"
 #include "abi_experts.h"
 #include "abi_lora.h"
 #include "abi_ranks.h"

@@ -37,7 +37,6 @@ constexpr Kernels KERNELS;
 #else
 #include "rotary.inl"
 #include "sampling.inl"
-#include "drafts.inl"
 #include "ranks.inl"
 #include "states.inl"
 
@@ -110,14 +109,9 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     encoder_attention,
     add_lora,
     add_lora_embedding,
-    first_drafts,
-    place_drafts,
-    accept_drafts,
     spread_logits,
     all_reduce,
     all_gather,
-    lookup_drafts,
-    accept_lookups,
     relu_squared,
     soft_cap,
     multiply,

@@ -462,3 +462,19 @@ void gather_logprobs(const Call& call, const Step& step, const Worker& worker) {
             put(i + 1, i < found ? candidate_of(keys[i]).token : chosen);
     }
 }
+
+void spread_logits(const Call& call, const Step& step, const Worker& worker) {
+    const SpreadLogits& a = (const SpreadLogits&)call;
+    constexpr int64_t PIECE = 8192;
+    const int64_t pieces = ceil_div(a.vocab_size, PIECE), count = rows_of(a, step) * pieces;
+    const int32_t* ids_end = a.token_ids + a.size;
+    for (int64_t item; (item = worker.next(count)) < count;) {
+        const int64_t row = item / pieces, first = item % pieces * PIECE,
+                      end = std::min(first + PIECE, a.vocab_size);
+        const float* x = a.x + row * a.x_row;
+        float* out = a.out + row * a.out_row;
+        std::fill(out + first, out + end, (float)a.absent);
+        const int32_t* id = std::lower_bound(a.token_ids, ids_end, (int32_t)first);
+        for (; id < ids_end && *id < end; id++) out[*id] = x[id - a.token_ids];
+    }
+}

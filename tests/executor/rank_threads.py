@@ -23,12 +23,12 @@ class RankThreads:
 
     burst_weights_bytes = 0
     num_state_checkpoints = None
-    max_num_seqs = 256
 
     def __init__(self, model: str | Path, size: int, num_stages: int = 1, **arguments: Any):
         self.config = make_config(
             model, tensor_parallel_size=size, pipeline_parallel_size=num_stages, **arguments
         )
+        self.max_num_seqs = self.config.scheduler_config.max_num_seqs
         all_ends = make_ends(self.config)
         self._fds = {fd for ends in all_ends for fd in fds_of(ends)}
         self._size = size  # of a stage

@@ -60,6 +60,18 @@ NOT_TIMED = {
     "fused_moe",
     "add_gated",
     "scale_by_expert",
+    # nor layers with states or latents, nor what stands beside them
+    "short_conv",
+    "gated_delta_rule",
+    "selective_scan",
+    "gated_rms_norm",
+    "multiply",
+    "relu_squared",
+    "soft_cap",
+    "latent_attention",
+    "store_latents",
+    "pack_head_linear",
+    "rotary_embedding_interleaved",
     # text encoders have no kernels of their own for GPUs
     "layer_norm",
     "fused_add_layer_norm",

@@ -8,8 +8,9 @@ torch's schemas do not express arguments or results, the operation has another f
 `quantized_linear` replace pack_linear and pack_quantized_linear, and fused_moe takes the experts'
 stacked weights. They pack a weight at its first use, and keep the result while the weight lives and
 is not changed in place. paged_attention and encoder_attention take the tensors of their metadata.
-pack_gguf_linear is left out, because it packs blocks of a file and not a tensor that a program of
-torch has.
+Left out are pack_gguf_linear, because it packs blocks of a file and not a tensor that a program of
+torch has, pack_head_linear, and operations over the latent vectors and states of an engine's
+requests.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ _UNSUPPORTED = (
     "pack_linear",
     "pack_quantized_linear",
     "pack_gguf_linear",
+    "pack_head_linear",
+    "latent_attention",
+    "short_conv",
+    "gated_delta_rule",
+    "selective_scan",
     "expert_outputs",  # with weighted_sum the parts of fused_moe
     "weighted_sum",
 )

@@ -17,7 +17,7 @@ if library is None:
     pytest.skip("the native library is not built", allow_module_level=True)
 
 from quire.kernels.cpu.native import activation
-from quire.kernels.cpu.native.attention import encoder_attention, has_native_head_dim
+from quire.kernels.cpu.native.attention import encoder_attention, has_native_encoder_heads
 from quire.kernels.registry import Facts
 from quire.tests.kernels.native.test_isas import same_bits
 
@@ -87,6 +87,8 @@ def test_gelu_is_exact_to_rounding(isa):
 
 
 def test_unsupported_heads_are_declined():
-    dims = [d for d in range(300) if has_native_head_dim(Facts("cpu", torch.bfloat16, head_dim=d))]
+    dims = [
+        d for d in range(300) if has_native_encoder_heads(Facts("cpu", torch.bfloat16, head_dim=d))
+    ]
     assert dims == list(range(8, 257, 8))
-    assert not has_native_head_dim(Facts("cpu", torch.float16, head_dim=64))
+    assert not has_native_encoder_heads(Facts("cpu", torch.float16, head_dim=64))

@@ -43,7 +43,7 @@ def test_blocking_use_has_no_thread_and_steps_on_demand():
     client.add_request(request())
     assert executor.steps == []
     client.get_output()
-    assert len(executor.steps) == 1 and threading.active_count() == threads
+    assert len(executor.steps) == 1 and threading.active_count() <= threads
     client.shutdown()
     assert executor.is_shut_down
 
@@ -77,7 +77,7 @@ def test_the_thread_ends_with_the_client():
         client.abort_requests(["a"])
         await waiter
         client.shutdown()
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
 
     asyncio.run(main())
 

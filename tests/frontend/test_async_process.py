@@ -198,11 +198,10 @@ def test_names_of_vllm_pause_and_profile():
         assert (await running)[-1].outputs[0].finish_reason == "abort"
         await llm.resume_generation()
         few = SamplingParams(max_tokens=30, ignore_eos=True)
-        running = asyncio.ensure_future(read(llm, "b", few))
-        while not (await llm.scheduler_state())["running"]:
-            await asyncio.sleep(0.01)
+        stream = llm.generate([5, 6, 7], few, "b")
+        await anext(stream)  # it runs
         await llm.pause_generation(wait_for_inflight_requests=True)
-        assert (await running)[-1].outputs[0].finish_reason == "length"
+        assert [output async for output in stream][-1].outputs[0].finish_reason == "length"
         await llm.resume_generation()
         with pytest.raises(InvalidParameterError, match="mode"):
             await llm.pause_generation(mode="later")

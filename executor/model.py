@@ -52,8 +52,7 @@ class StateLayer(Protocol):
     state_parts: tuple[StatePart, ...]  # of this rank
 
     def bind_states(self, parts: Sequence[torch.Tensor]) -> None:
-        """Makes these its states: [places, *shape] of each part. An empty
-        list takes the states away."""
+        """Makes these its states: [places, *shape] of each part. An empty list takes them away."""
         ...
 
 

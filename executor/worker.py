@@ -329,6 +329,8 @@ class Worker:
             return free // self.group.num_on_machine
         scheduler_config = self.config.scheduler_config
         self._cache.bind(self.model.attention_layers(), 1)
+        if self._states is not None:
+            self._states.allocate(self.model.state_layers(), 1)
         num_bytes = devices.free_share_bytes(
             self.device, self.config.cache_config.gpu_memory_utilization
         )

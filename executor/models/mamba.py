@@ -59,8 +59,7 @@ class Mamba2Mixer:
         self.scan_state: torch.Tensor | None = None
 
     def bind_states(self, parts: Sequence[torch.Tensor]) -> None:
-        """Makes these its states: [places, *shape] of each part. An empty
-        list takes the states away."""
+        """Makes these its states: [places, *shape] of each part. An empty list takes them away."""
         self.conv_state, self.scan_state = parts if parts else (None, None)
 
     def __call__(

@@ -158,8 +158,8 @@ def wake_threads() -> None:
 
 
 def release_memory() -> None:
-    """Gives the operating system back what was freed: cyclic garbage, and the pages that malloc
-    keeps for later.
+    """Gives the operating system back what was freed: cyclic garbage, and the pages that malloc and
+    torch's allocator for GPUs keep for later.
     """
     # core/engine_proc.py and a server freeze what start-up has made, including the model
     is_frozen = gc.get_freeze_count() > 0
@@ -168,6 +168,8 @@ def release_memory() -> None:
     if is_frozen:
         gc.freeze()
     platform_tuning.trim_heap()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def copy_mapped(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -768,6 +768,9 @@ class Worker:
         self.expert_group.close()
         self._model = self._runner = self._state = self._forward = self._mover = None
         self.tracer = self._stopped_tracer = self._draft = self._lookup = None
+        if self.device.type != "cpu":  # another engine of this process may need the memory
+            self._states = None
+            devices.release_memory()
 
 
 def _refuse_ranks(config: EngineConfig) -> None:

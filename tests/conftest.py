@@ -1,8 +1,10 @@
-"""Fixtures for all tests."""
+"""Fixtures and options for all tests."""
 
 import signal
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # The repository root holds packages named core, ipc and kernels. On sys.path they would shadow
@@ -17,3 +19,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # OpenMP's wait policy is fixed when torch is first imported, and tests may import torch before the
 # engine does.
 import quire.executor  # noqa: E402, F401
+from quire.tests.engine_device import use_device  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where engines run whose test names no device",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    use_device(config.getoption("--device"))

@@ -6,6 +6,7 @@ Must not know: architectures, what a parameter is for, requests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from itertools import groupby
@@ -34,6 +35,7 @@ from .packed_rows import PackedRows, copy_weights
 from .quantized import QuantizedWeights, pack_mxfp4
 from .table import stored_shape
 
+_NUM_RANDOM = 2**24 - 3  # a prime, so that the rows of a matrix differ
 _STAGE = "load weights"
 
 Report = Callable[[str, float], None]
@@ -213,7 +215,8 @@ def fill_with_random_weights(
     fill: Fill = torch.Tensor.copy_,  # type: ignore[assignment]
 ) -> None:
     """Fills a model for load_format="dummy". Values are normal with standard deviation 0.02 (those
-    of norms around 1). They depend only on `seed`, and are the same on every machine.
+    of norms around 1). They depend only on `seed`, and are the same on every machine. They repeat
+    after _NUM_RANDOM values: one thread draws 150 million in a second, and models have billions.
 
     `fill` is that of load_weights.
     """
@@ -224,11 +227,24 @@ def fill_with_random_weights(
     try:
         unfilled = dict(model.weights())
         num_filled, num_elements = 0, sum(tensor.numel() for tensor in unfilled.values())
+        values = torch.empty(min(num_elements, _NUM_RANDOM)).normal_(0.0, 0.02)
         for name in list(unfilled):
             tensor = unfilled.pop(name)
-            mean = 1.0 if name.lower().endswith("norm.weight") else 0.0
+            values = values.to(tensor.device)  # a GPU repeats them faster than they get there
+            shape = stored_shape(tensor)
+            found = _repeated(values, num_filled % len(values), math.prod(shape)).view(shape)
             num_filled += tensor.numel()
-            fill(tensor, torch.empty(stored_shape(tensor)).normal_(mean, 0.02))
+            fill(tensor, found + 1 if name.lower().endswith("norm.weight") else found)
             report(_STAGE, num_filled / num_elements)
     finally:
         generator.set_state(state)
+
+
+def _repeated(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """`count` values [count] from `start` on, where the first follows the last."""
+    end = start + count
+    return (
+        values[start:end]
+        if end <= len(values)
+        else values.repeat(-(-end // len(values)))[start:end]
+    )

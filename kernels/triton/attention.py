@@ -260,13 +260,15 @@ def decode_shape(group: int, block_d: int, dtype: torch.dtype) -> dict[str, int]
         tile = 32 if block_d <= 64 else 16
         return {"ROWS": rows, "TILE": tile, "num_warps": 4, "num_stages": stages}
     tile = 64 if block_d <= 128 else 32 if block_d <= 256 else 16
-    return {"ROWS": rows, "TILE": tile, "num_warps": 4, "num_stages": 5}
+    warps = 4 if block_d <= 256 else 8
+    return {"ROWS": rows, "TILE": tile, "num_warps": warps, "num_stages": 5}
 
 
 def prefill_shape(group: int, block_d: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
     """A tile has at least 64 rows, with 4 warps per 64 rows, as wgmma requires.
 
-    Before Hopper, a tile of 64 keys of 128 elements does not fit the registers.
+    Before Hopper, a tile of 64 keys of 128 elements does not fit the registers. The sums of 64 rows
+    of 512 elements never do: those tiles have 32 rows, without wgmma.
     """
     if dtype == torch.float32:
         rows, tile = 32 if block_d <= 128 else 16, 32 if block_d <= 64 else 16
@@ -276,10 +278,11 @@ def prefill_shape(group: int, block_d: int, dtype: torch.dtype, arch: int) -> di
             "num_warps": 8,
             "num_stages": 2 if block_d <= 256 else 1,
         }
-    rows, tile = 64 if block_d > 128 else 128, 64 if block_d <= (128 if arch >= 90 else 64) else 32
+    rows = 128 if block_d <= 128 else 64 if block_d <= 256 else 32
+    tile = 64 if block_d <= (128 if arch >= 90 else 64) else 32
     return {
         "ROWS": max(rows, triton.next_power_of_2(group)),
-        "TILE": tile if block_d <= 256 else 16,
+        "TILE": tile,
         "num_warps": 8,
         "num_stages": 3 if block_d <= 256 else 2,
     }

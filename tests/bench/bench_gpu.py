@@ -36,7 +36,7 @@ from quire.kernels.ops import AttentionMetadata
 from quire.tests.bench import gpu_peers
 from quire.tests.bench.bench_attention import metadata_of
 from quire.tests.bench.gpu_kernels import BLOCK_SIZE, Sizes, kernel_calls
-from quire.tests.bench.gpu_shapes import SHAPES
+from quire.tests.bench.gpu_shapes import SHAPES, cost
 from quire.tests.bench.report import write_result
 from quire.tests.bench.timing import gpu_seconds, host_seconds
 
@@ -118,19 +118,14 @@ class Bench:
         """Lower bound in seconds of a decode step of `tokens` requests with `context` tokens each,
         or of a prompt of `tokens`.
         """
-        s = SHAPES[model]
+        s, (body, layers, state_bytes) = SHAPES[model], cost(model)
         heads, kv_heads, size = s["num_attention_heads"], s["num_key_value_heads"], s["head_dim"]
-        layer = s["hidden_size"] * ((2 * heads + 2 * kv_heads) * size + 3 * s["intermediate_size"])
-        body, head, layers = (
-            layer * s["num_hidden_layers"],
-            s["hidden_size"] * s["vocab_size"],
-            s["num_hidden_layers"],
-        )
+        head = s["hidden_size"] * s["vocab_size"]
         if is_prefill:
             # two products, half of each masked
             attention = 2 * layers * heads * size * tokens * tokens
             return (2 * tokens * body + 2 * head + attention) / self.limits["flops"]
-        cached = 4 * tokens * context * kv_heads * size * layers
+        cached = tokens * (4 * context * kv_heads * size * layers + 2 * state_bytes)
         return (
             max(
                 2 * (body + head) / self.limits["bytes"],

@@ -26,6 +26,7 @@ from quire.ipc.step_messages import (
     SlotLogprobs,
     SlotPromptLogprobs,
 )
+from quire.tests.engine_device import engine_device
 
 
 def make_config(model: str | Path, hf_overrides: dict | None = None, **arguments) -> EngineConfig:
@@ -36,7 +37,7 @@ def make_config(model: str | Path, hf_overrides: dict | None = None, **arguments
     defaults = {
         "max_model_len": 256,
         "dtype": "float32",
-        "device": "cpu",
+        "device": engine_device(),
         "num_threads": 1,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 2048,

@@ -1,17 +1,19 @@
-"""Runs the tests that need a GPU, then the measurement, each with its own deadline.
+"""Runs the tests that a GPU concerns, then the measurement, each part with its own deadline.
 
-From the repository; only Quire's dependencies have to be installed:
+From the repository; only Quire's dependencies and those of its tests have to be installed:
 
-    python3 tests/gpu/run.py --out DIR                   # all parts
-    python3 tests/gpu/run.py --out DIR --only tests      # in two calls, each below ten minutes
-    python3 tests/gpu/run.py --out DIR --only measure
-    python3 tests/gpu/run.py --out DIR --only racecheck  # needs compute-sanitizer
-    python3 tests/gpu/run.py --out DIR --device cpu      # a dry run, without a GPU
+    python3 tests/gpu/run.py --out DIR                         # all parts
+    python3 tests/gpu/run.py --out DIR --only kernels engine   # some of them
+    python3 tests/gpu/run.py --out DIR --only racecheck        # needs compute-sanitizer
+    python3 tests/gpu/run.py --out DIR --device cpu            # a dry run, without a GPU
+
+`kernels` compares every operation with torch, `engine` the engine with that on a CPU, and `suite`
+runs tests of the CPU's suite whose engines are on the GPU. They share the GPU among several
+processes (--workers). `measure` is tests/bench/bench_gpu.py; racecheck runs the one-launch decode.
 
 A part's output goes to a file in DIR as it is printed, so a part that fails, hangs or is cut off
-keeps its output so far, and the next part runs. DIR receives at most: machine.txt, tests.txt,
-tests.xml, measure.txt, gpu.json, racecheck.txt, summary.json. The racecheck part runs the
-one-launch decode.
+keeps its output so far, and the next part runs. DIR receives at most: machine.txt, a text file for
+each part, tests.xml, gpu.json, summary.json. A table of all parts is printed at the end.
 """
 
 from __future__ import annotations
@@ -30,9 +32,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 560  # per part, so that a part and its start-up fit into ten minutes
+LIMIT_S = 120  # per part
 GRACE_S = 10  # seconds for a part to end after SIGTERM
 NEEDS_NO_GPU = ("tests/gpu/test_run.py", "tests/gpu/test_bench.py")
+PARTS = ["kernels", "engine", "suite", "measure"]
+KERNELS = [
+    f"tests/kernels/test_{name}.py"
+    for name in ("parity", "state_rows", "moe", "logits", "sampling", "random_gumbel")
+]
+SUITE = [
+    "tests/test_hybrid_models.py",
+    "tests/executor/test_models.py",
+    "tests/test_same_seed.py",
+    "tests/test_feature_matrix.py",
+]
 SANITIZER = "compute-sanitizer"
 
 
@@ -42,45 +55,24 @@ class Part:
     command: list[str]
 
 
-def make_parts(out: Path, device: str, wanted: list[str]) -> list[Part]:
+def make_parts(out: Path, device: str, wanted: list[str], workers: int = 1) -> list[Part]:
+    is_gpu = device == "cuda"
     python = [sys.executable, "-P", "-m"]
     pytest = [*python, "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    pytest += ["-n", str(workers)] if workers > 1 else []
     ignored = [word for path in NEEDS_NO_GPU for word in ("--ignore", path)]
-    tests = ["tests/gpu", "tests/kernels/test_parity.py"] if device == "cuda" else ["tests/gpu"]
-    dry = (
-        []
-        if device == "cuda"
-        else [
-            "--device",
-            "cpu",
-            "--models",
-            "tiny",
-            "--seconds",
-            "0.01",
-            "--skip",
-            "workload",
-            "peers",
-        ]
-    )
-    sanitizer = [
-        shutil.which(SANITIZER) or "/usr/local/cuda/bin/" + SANITIZER,
-        "--tool",
-        "racecheck",
-        "--error-exitcode",
-        "9",
-    ]
+    dry = ["--device", "cpu", "--models", "tiny", "--seconds", "0.01"]
+    dry += ["--skip", "workload", "peers"]
+    sanitizer = [shutil.which(SANITIZER) or "/usr/local/cuda/bin/" + SANITIZER]
+    sanitizer += ["--tool", "racecheck", "--error-exitcode", "9"]
+    about = [sys.executable, "-c", "import platform; print(platform.platform())"]
+    measure = [*python, "quire.tests.bench.bench_gpu", "--out", str(out)]
     commands = {
-        "machine": ["nvidia-smi", "-q"]
-        if device == "cuda"
-        else [sys.executable, "-c", "import platform; print(platform.platform())"],
-        "tests": [*pytest, f"--junitxml={out / 'tests.xml'}", *ignored, *tests],
-        "measure": [
-            *python,
-            "quire.tests.bench.bench_gpu",
-            "--out",
-            str(out),
-            *(["--write"] if device == "cuda" else dry),
-        ],
+        "machine": ["nvidia-smi", "-q"] if is_gpu else about,
+        "kernels": [*pytest, *KERNELS],
+        "engine": [*pytest, f"--junitxml={out / 'tests.xml'}", *ignored, "tests/gpu"],
+        "suite": [*pytest, "--device", "cuda", *SUITE],
+        "measure": [*measure, *(["--write"] if is_gpu else dry)],
         "racecheck": [
             *sanitizer,
             *pytest,
@@ -160,22 +152,31 @@ def run(parts: list[Part], out: Path, limit_s: float = LIMIT_S) -> bool:
                 "{part}: exit code {exit_code}, {seconds} s: {last}".format(**found[-1]), flush=True
             )
             (out / "summary.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    print_table(found)
     return all(one["exit_code"] == 0 for one in found)
+
+
+def print_table(found: list[dict[str, Any]]) -> None:
+    print(f"\n{'part':<10}{'exit code':>10}{'seconds':>9}  last line")
+    for one in found:
+        print("{part:<10}{exit_code!s:>10}{seconds:>9}  {last}".format(**one))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, type=Path, help="directory for the results")
-    parser.add_argument(
-        "--only", nargs="+", choices=["tests", "measure", "racecheck"], default=["tests", "measure"]
-    )
+    parser.add_argument("--only", nargs="+", choices=[*PARTS, "racecheck"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--workers", type=int, default=1, help="processes of a part of tests")
     parser.add_argument(
         "--limit", type=float, default=LIMIT_S, help="deadline of each part in seconds"
     )
     args = parser.parse_args()
     out = args.out.resolve()
-    return 0 if run(make_parts(out, args.device, args.only), out, args.limit) else 1
+    # a CPU runs what is in `kernels` and `suite` in its own suite
+    wanted = args.only or (PARTS if args.device == "cuda" else ["engine", "measure"])
+    parts = make_parts(out, args.device, wanted, args.workers)
+    return 0 if run(parts, out, args.limit) else 1
 
 
 if __name__ == "__main__":

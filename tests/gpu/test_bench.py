@@ -37,6 +37,8 @@ def bench(**arguments) -> Bench:
         ("7B", 64, 1024, False, 4.162),
         ("7B", 8192, 0, True, 152),
         ("0.5B", 8192, 0, True, 11.1),
+        ("Qwen3.5-0.8B", 1, 1024, False, 0.362),
+        ("LFM2-1.2B", 1, 1024, False, 0.547),
     ],
 )
 def test_floors_at_4_3_terabytes_and_790_teraflops(model, tokens, context, is_prefill, ms) -> None:

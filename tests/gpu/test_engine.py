@@ -4,13 +4,12 @@ limit. Skipped without a GPU.
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import pytest
 import torch
 from quire import LLM, SamplingParams
-from quire.tests.tiny_models import save_tiny_model
+from quire.tests.tiny_models import KINDS, save_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 ARGUMENTS = {
@@ -19,12 +18,18 @@ ARGUMENTS = {
     "max_num_seqs": 40,
     "max_num_batched_tokens": 256,
 }
+SMALL = {"kv_cache_memory_bytes": 2**28}  # several test processes share a GPU
 PROMPTS = [[5, 6, 7], [40], list(range(60, 300)), *([n, n + 1, 2 * n] for n in range(3, 36))]
 
 
-# the last one with a sliding window
-@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama", "mistral"])
+@pytest.fixture(scope="module", params=KINDS)
 def model(request, tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("gpu") / request.param, request.param, seed=3)
+
+
+# mistral has a sliding window, qwen3_next keeps states
+@pytest.fixture(scope="module", params=["qwen2", "mistral", "qwen3_next"])
+def some_model(request, tmp_path_factory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("gpu") / request.param, request.param, seed=3)
 
 
@@ -42,7 +47,7 @@ def run(model: Path, **arguments) -> list[tuple[list[int], list[float]]]:
         )
         for i in range(len(PROMPTS))
     ]
-    with LLM(str(model), engine="inproc", **{**ARGUMENTS, **arguments}) as llm:
+    with LLM(str(model), engine="inproc", **{**ARGUMENTS, **SMALL, **arguments}) as llm:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False
         )
@@ -69,12 +74,13 @@ def test_the_tokens_equal_the_cpus(model, enforce_eager, max_num_seqs) -> None:
         assert mine == pytest.approx(theirs, abs=1e-3)
 
 
-def test_memory_stays_within_the_limit_and_is_released(model) -> None:
-    torch.cuda.empty_cache()
-    before, total = torch.cuda.mem_get_info()
-    share = (total - before) / total + 0.3
+def test_memory_stays_within_the_limit_and_is_released(some_model) -> None:
+    """Of this process alone: others may use the GPU, too."""
+    before = torch.cuda.memory_reserved()
+    free, total = torch.cuda.mem_get_info()
+    share = (total - free) / total + 0.3
     with LLM(
-        str(model),
+        str(some_model),
         engine="inproc",
         device="cuda",
         gpu_memory_utilization=share,
@@ -85,26 +91,25 @@ def test_memory_stays_within_the_limit_and_is_released(model) -> None:
             SamplingParams(max_tokens=20),
             use_tqdm=False,
         )
-        assert total - torch.cuda.mem_get_info()[0] <= (share + 0.02) * total
-    del llm
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert before - torch.cuda.mem_get_info()[0] < 0.02 * total
+        taken = torch.cuda.memory_reserved() - before
+        assert 0.1 * total < taken <= (0.3 + 0.02) * total
+    # what is left are the workspaces of libraries
+    assert torch.cuda.memory_reserved() - before < 2**28
 
 
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
     reason="this GPU has no fp8",
 )
-def test_a_cache_in_fp8(model) -> None:
+def test_a_cache_in_fp8(some_model) -> None:
     """The same tokens with and without graphs, in whole prompts and in chunks next to decodes.
     Nearly all equal the CPU reference's; a key's rounding to fp8 may depend on its last bit.
     """
-    eager = run(model, device="cuda", kv_cache_dtype="fp8", enforce_eager=True)
-    assert [tokens for tokens, _ in run(model, device="cuda", kv_cache_dtype="fp8")] == [
+    eager = run(some_model, device="cuda", kv_cache_dtype="fp8", enforce_eager=True)
+    assert [tokens for tokens, _ in run(some_model, device="cuda", kv_cache_dtype="fp8")] == [
         tokens for tokens, _ in eager
     ]
     slow = {"reshape_and_cache": "reference", "paged_attention": "reference"}
-    expected = run(model, device="cpu", kv_cache_dtype="fp8", kernels=slow)
+    expected = run(some_model, device="cpu", kv_cache_dtype="fp8", kernels=slow)
     same = [mine == theirs for (mine, _), (theirs, _) in zip(eager, expected, strict=True)]
     assert sum(same) > 0.7 * len(same)

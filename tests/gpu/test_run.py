@@ -64,12 +64,12 @@ def test_a_dry_run(tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split(",")[0] for line in done.stdout.splitlines()] == [
-        f"{name}: exit code 0" for name in ("machine", "tests", "measure")
-    ]
+    lines, names = done.stdout.splitlines(), ("machine", "engine", "measure")
+    assert [line.split(",")[0] for line in lines[:3]] == [f"{name}: exit code 0" for name in names]
+    assert [line.split()[:2] for line in lines[5:]] == [[name, "0"] for name in names]
     assert {path.name for path in tmp_path.iterdir()} == {
         "machine.txt",
-        "tests.txt",
+        "engine.txt",
         "tests.xml",
         "measure.txt",
         "gpu.json",
@@ -97,16 +97,16 @@ def test_a_dry_run(tmp_path):
 
 def test_on_a_gpu(tmp_path):
     """The parts that a dry run leaves out."""
-    parts = {
-        part.name: part.command
-        for part in runner.make_parts(tmp_path, "cuda", ["tests", "measure", "racecheck"])
-    }
-    assert list(parts) == ["machine", "tests", "measure", "racecheck"]
+    wanted = [*runner.PARTS, "racecheck"]
+    made = runner.make_parts(tmp_path, "cuda", wanted, workers=8)
+    parts = {part.name: part.command for part in made}
+    assert list(parts) == ["machine", *wanted]
     assert parts["measure"][-3:] == ["--out", str(tmp_path), "--write"]
     (chosen,) = parts["racecheck"][-1:]
     assert (
         parts["racecheck"][0].endswith("compute-sanitizer")
         and chosen in (Path(runner.__file__).parent / "test_attention.py").read_text()
     )
-    for path in [word for word in parts["tests"] if word.startswith("tests/")]:
-        assert (runner.ROOT / path).exists(), path
+    words = [word for name in ("kernels", "engine", "suite") for word in parts[name]]
+    paths = [word for word in words if word.startswith("tests/")]
+    assert len(paths) > 10 and all((runner.ROOT / path).exists() for path in paths)

@@ -118,6 +118,15 @@ OTHERS = [
     budget("96", 232, 97, "prefill", (32, 32, 96)),
     budget("256", 208, 90, "decode", (8, 4, 256)),
     budget("256", 232, 97, "prefill", (8, 4, 256)),
+    budget("512", 176, 113, "decode", (8, 1, 512), archs=(90,)),
+    Budget(
+        "prefill 512",
+        call("prefill", (8, 1, 512)),
+        200,
+        100 * 1024,
+        contains={90: (r"\bHMMA\b", ASYNCHRONOUS)},
+        archs=(90,),
+    ),
 ]
 
 

@@ -1,0 +1,37 @@
+"""Where the engines of tests run: on a CPU, or on a GPU with pytest's option --device cuda."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from quire.frontend.engine_args import EngineArgs
+
+KV_CACHE_BYTES = 2**30  # of one engine on a GPU, which several test processes share
+_VARIABLE = "QUIRE_TEST_DEVICE"  # programs that a test starts know it, too
+
+
+def engine_device() -> str:
+    """The device of engines whose test names none: "cpu" or "cuda"."""
+    return os.environ.get(_VARIABLE, "cpu")
+
+
+def use_device(name: str) -> None:
+    """Makes `name` the device of engines whose test names none."""
+    os.environ[_VARIABLE] = name
+    if name != "cpu":
+        EngineArgs.create_engine_config = _with_device(EngineArgs.create_engine_config)
+
+
+def _with_device(create_engine_config: Any) -> Any:
+    @functools.wraps(create_engine_config)
+    def create(args: EngineArgs) -> Any:
+        given = vars(args)
+        if given["device"] == "auto":
+            given = given | {"device": engine_device()}
+            if given["kv_cache_memory_bytes"] is given["num_gpu_blocks_override"] is None:
+                given["kv_cache_memory_bytes"] = KV_CACHE_BYTES
+        return create_engine_config(EngineArgs(**given))
+
+    return create

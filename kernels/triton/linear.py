@@ -12,6 +12,10 @@ from torch import Tensor
 from ..registry import register
 from .device import PRIORITY, is_cuda
 
+# cuBLAS may divide a long sum among programs. What they have is added in fp32, as in one program.
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
 
 class PackedLinear:
     """Keeps the weight's layout, which suits cuBLAS. A tied embedding reads the same memory."""

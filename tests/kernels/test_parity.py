@@ -328,7 +328,8 @@ def test_rotated_keys_are_rounded_once_more(dtype, implementation):
         )
         query, *caches = case.run(implementation.function)
         expected_query, *expected = plain.run(implementation.function)
-        assert torch.equal(query, expected_query)
+        # a norm's sum may have another order in a kernel for another cache: last bits in fp32
+        torch.testing.assert_close(query, expected_query, rtol=5e-7, atol=1e-9)
         for cache, expected_cache in zip(caches, expected, strict=True):
             assert cache.dtype == FP8 and same_fp8(cache, nearest_fp8(expected_cache)), case.name
 

@@ -643,6 +643,7 @@ class Worker:
                 self.config.model_config.quantization,
                 self.memory_usage()["weights_bytes"],
                 self.num_threads,
+                bool(self.model.state_layers()),
             ),
             {function.__qualname__: place_of_function(function) for function in functions},
             tracer.notes,

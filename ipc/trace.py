@@ -111,6 +111,7 @@ class MachineLimits(Record, frozen=True):
     bytes_per_s: float = 0.0  # as much memory as the weights take, at most 256 MiB
     flops: float = 0.0  # products in the model's dtype
     int8_ops: float = 0.0  # products of integers, where weights are quantized
+    fp32_flops: float = 0.0  # products in fp32, where layers keep states
 
 
 class RanksTrace(Record, frozen=True):

@@ -8,6 +8,7 @@ Weights are not part of it, since their size depends on how they are packed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -64,6 +65,29 @@ def attention(
         2 * num_tokens * heads * head_dim * item_bytes
         + 2 * keys * kv_heads * head_dim * cache_bytes,
         4 * pairs * heads * head_dim,
+    )
+
+
+# operations on numbers for each number of a state and token
+DELTA_RULE_FLOPS, SCAN_FLOPS = 7, 5
+
+
+def states(
+    query_lens: Sequence[int],
+    state_shape: Sequence[int],
+    state_bytes: int,
+    token_bytes: int,
+    flops: int,
+) -> Work:
+    """Returns the work of an operation that reads and writes a state of each request. state_bytes:
+    of one number of the state; token_bytes: what it reads and writes for a token; flops: for each
+    number of the state and token.
+    """
+    num_tokens, numbers = sum(query_lens), math.prod(state_shape)
+    return Work(
+        f"[{num_tokens}] · state {list(state_shape)}",
+        2 * len(query_lens) * numbers * state_bytes + num_tokens * token_bytes,
+        num_tokens * numbers * flops,
     )
 
 

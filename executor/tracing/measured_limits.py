@@ -24,24 +24,33 @@ def measured_limits(
     quantization: str | None,
     weights_bytes: int,
     num_threads: int,
+    has_states: bool,
 ) -> MachineLimits:
-    """Memory bandwidth for as many bytes as the weights have, and products in `dtype`."""
+    """Memory bandwidth for as many bytes as the weights have, and products in `dtype`; those in
+    fp32, too, if there are layers that keep states.
+    """
     num_bytes = min(max(weights_bytes, MIN_READ_BYTES), MAX_READ_BYTES)
     if device.type != "cpu":
-        return _of_gpu(device, dtype, MAX_READ_BYTES)
+        return _of_gpu(device, dtype, MAX_READ_BYTES, has_states)
     flops = quick_gemm_flops(dtype, SECONDS)
     int8_ops = quick_gemm_flops(torch.int8, SECONDS) if quantization else 0.0
-    return MachineLimits(
-        read_bandwidth(num_bytes, num_threads, SECONDS), flops, max(flops, int8_ops)
-    )
+    fp32_flops = quick_gemm_flops(torch.float32, SECONDS) if has_states else 0.0
+    bandwidth = read_bandwidth(num_bytes, num_threads, SECONDS)
+    return MachineLimits(bandwidth, flops, max(flops, int8_ops), fp32_flops)
 
 
-def _of_gpu(device: torch.device, dtype: torch.dtype, num_bytes: int) -> MachineLimits:
+def _of_gpu(
+    device: torch.device, dtype: torch.dtype, num_bytes: int, has_states: bool
+) -> MachineLimits:
     memory = torch.ones(num_bytes // 4, device=device)
-    x = torch.ones(4096, 4096, device=device, dtype=dtype)
     bandwidth = memory.nbytes / _shortest(memory.sum)
-    flops = 2 * 4096**3 / _shortest(lambda: x @ x)
-    return MachineLimits(bandwidth, flops, flops)
+
+    def flops_in(dtype: torch.dtype) -> float:
+        x = torch.ones(4096, 4096, device=device, dtype=dtype)
+        return 2 * 4096**3 / _shortest(lambda: x @ x)
+
+    flops = flops_in(dtype)
+    return MachineLimits(bandwidth, flops, flops, flops_in(torch.float32) if has_states else 0.0)
 
 
 def _shortest(function: object) -> float:

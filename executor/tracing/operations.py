@@ -23,6 +23,12 @@ MODELS = ("/executor/models/", "/transformers/models/")
 # files whose functions call operations on behalf of a model's page
 LAYERS = tuple(f"/executor/models/{name}.py" for name in ("layers", "linear", "packed_layers"))
 WRAPPERS = ("/kernels/cpu/native/program.py", "/kernels/cpu/native/recorder.py")
+# operations whose last tensor is a state, with the operations on numbers for each number of it
+STATE_FLOPS = {
+    "short_conv": 2,
+    "gated_delta_rule": work.DELTA_RULE_FLOPS,
+    "selective_scan": work.SCAN_FLOPS,
+}
 LOOKED_THROUGH = 12  # frames
 
 
@@ -106,6 +112,14 @@ def work_of(site: Site, arguments: list[Any], weights: dict[int, int]) -> tuple[
             key_cache.item_bytes,
             window,
         ), weight_bytes
+    if site.op in STATE_FLOPS:
+        query_lens, _ = next(value for value in arguments if type(value) is tuple)
+        x, state = tensors[0], tensors[-1]
+        of_tokens = [value for value in activations[:-1] if value.shape[0] == x.shape[0]]
+        result = tensors[2] if site.op == "gated_delta_rule" else x
+        num_bytes = sum(value.num_bytes for value in (*of_tokens, result))
+        sizes = state.shape[1:], state.item_bytes, num_bytes // x.shape[0]
+        return work.states(query_lens, *sizes, STATE_FLOPS[site.op]), weight_bytes
     caches = [value for value in activations if len(value.shape) == 4]
     plain = [value for value in activations if value not in caches]
     if site.op == "embedding":

@@ -16,6 +16,9 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # the names of operations whose products are of integers
 _OF_INTEGERS = re.compile(r"linear_(int|q\d|iq)|quantized|gguf")
 
+# those that compute in fp32 in models of any dtype
+_OF_FP32 = re.compile(r"gated_delta_rule|selective_scan")
+
 Key = tuple[str, str, str, str, str]
 
 
@@ -64,8 +67,11 @@ class FoldedKernel:
     def _least_s(self) -> tuple[float, str]:
         """The time that the machine's limits allow, and the limit that applies."""
         limits = self.limits
-        is_of_integers = _OF_INTEGERS.search(f"{self.op} {self.implementation}")
-        peak = limits.int8_ops if is_of_integers else limits.flops
+        peak = limits.flops
+        if _OF_INTEGERS.search(f"{self.op} {self.implementation}"):
+            peak = limits.int8_ops
+        elif _OF_FP32.search(self.op):
+            peak = limits.fp32_flops
         memory_s = self.num_bytes / limits.bytes_per_s if limits.bytes_per_s else 0.0
         arithmetic_s = self.flops / peak if peak else 0.0
         return max((memory_s, "memory"), (arithmetic_s, "arithmetic"))

@@ -16,7 +16,8 @@ const flameChart = (() => {
     const bytes = kernel.weight_bytes + kernel.other_bytes;
     const memory = limits.bytes_per_s ? bytes / limits.bytes_per_s : 0;
     const isOfIntegers = /linear_(int|q\d|iq)|quantized|gguf/.test(`${kernel.op} ${kernel.implementation}`);
-    const peak = isOfIntegers ? limits.int8_ops : limits.flops;
+    const isOfFp32 = /gated_delta_rule|selective_scan/.test(kernel.op);
+    const peak = isOfIntegers ? limits.int8_ops : isOfFp32 ? limits.fp32_flops : limits.flops;
     const arithmetic = peak ? kernel.flops / peak : 0;
     const least = Math.max(memory, arithmetic);
     if (!least || !kernel.seconds) return "unknown";

@@ -124,13 +124,10 @@ def work_of(
         )
         written = rows * call.out_features * ITEM_BYTES[call.out_dtype] // 2 if is_gated else 0
         return found._replace(num_bytes=found.num_bytes - written)
-    if isinstance(call, c.Attention):
-        cache = ITEM_BYTES[call.cache_dtype]
-        sizes = call.heads, call.kv_heads, call.head_dim, item, cache, call.sliding_window
-        return work.attention(query_lens, seq_lens, *sizes)
-    if isinstance(call, c.EncoderAttention):
-        heads = call.heads, call.kv_heads, call.head_dim
-        return work.encoder_attention(query_lens, *heads, item, call.window)
+    if isinstance(call, (c.Attention, c.EncoderAttention)):
+        return _work_of_attention(call, query_lens, seq_lens, item)
+    if isinstance(call, (c.ShortConv, c.GatedDeltaRule, c.SelectiveScan)):
+        return _work_on_states(call, query_lens, item)
     if isinstance(call, c.Rotary):
         size = call.rotary_dim
         found = work.rows_of(rows, (call.heads + call.kv_heads) * size, item, 2)
@@ -166,6 +163,31 @@ def work_of(
         **dict.fromkeys((c.AddRmsNorm, c.AddLayerNorm), 4),
     }.get(type(call), 2)
     return work.rows_of(rows, size, item, passes)
+
+
+def _work_of_attention(
+    call: c.Attention | c.EncoderAttention, query_lens: list[int], seq_lens: list[int], item: int
+) -> Work:
+    heads = call.heads, call.kv_heads, call.head_dim
+    if isinstance(call, c.EncoderAttention):
+        return work.encoder_attention(query_lens, *heads, item, call.window)
+    cache = ITEM_BYTES[call.cache_dtype]
+    return work.attention(query_lens, seq_lens, *heads, item, cache, call.sliding_window)
+
+
+def _work_on_states(
+    call: c.ShortConv | c.GatedDeltaRule | c.SelectiveScan, query_lens: list[int], item: int
+) -> Work:
+    if isinstance(call, c.ShortConv):
+        shape = call.taps - 1, call.channels
+        return work.states(query_lens, shape, item, 2 * call.channels * item, 2)
+    if isinstance(call, c.GatedDeltaRule):
+        shape = call.value_heads, call.key_size, call.value_size
+        numbers = 2 * call.key_heads * call.key_size + 2 * call.value_heads * (call.value_size + 1)
+        return work.states(query_lens, shape, 4, numbers * item, work.DELTA_RULE_FLOPS)
+    shape = call.heads, call.head_size, call.state_size
+    numbers = call.heads * (2 * call.head_size + 1) + 2 * call.groups * call.state_size
+    return work.states(query_lens, shape, 4, numbers * item, work.SCAN_FLOPS)
 
 
 def _weights(call: Call, num_tokens: int) -> list[int]:

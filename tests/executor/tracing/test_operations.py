@@ -52,6 +52,18 @@ def test_attention_takes_the_lengths_of_its_requests():
     assert found.flops == 4 * (9 + 6) * 4 * 8
 
 
+def test_a_state_is_read_and_written_by_each_request():
+    metadata = make_metadata([1, 3], [9, 3], block_size=4, num_blocks=8)
+    key, value, scalars = torch.ones(4, 2, 8), torch.ones(4, 4, 6), torch.ones(4, 4)
+    weight, state = torch.ones(4), torch.ones(5, 4, 8, 6)
+    arguments = key, key, value, scalars, scalars, weight, weight, state, metadata, False
+    weights = {weight.data_ptr(): weight.nbytes}
+    found, _ = work_of(site("gated_delta_rule"), kept(arguments), weights)
+    assert found.shape == "[4] · state [4, 8, 6]" and found.flops == 4 * 4 * 8 * 6 * 7
+    of_a_token = 2 * 2 * 8 + 2 * 4 * 6 + 2 * 4
+    assert found.num_bytes == 4 * (2 * 2 * 4 * 8 * 6 + 4 * of_a_token)
+
+
 def test_places():
     assert calling_place(sys._getframe()) == ""
     assert implementation_place(norm.rms_norm).startswith("kernels/reference/norm.py:")

@@ -41,11 +41,12 @@ def test_equal_layers_are_one_entry():
 def test_the_limit_is_what_takes_longer():
     def entry(num_bytes: int, flops: int, op: str = "linear"):
         kernel = Kernel("", op, "native", "", "", 0.0, 1e-3, num_bytes, 0, flops)
-        return fold([kernel], MachineLimits(1e9, 1e12, 4e12))[0]
+        return fold([kernel], MachineLimits(1e9, 1e12, 4e12, 5e11))[0]
 
     assert (entry(500_000, 0).bound, entry(500_000, 0).fraction) == ("memory", pytest.approx(0.5))
     assert entry(1, 10**9).bound == "arithmetic" and entry(1, 10**9).fraction == pytest.approx(1)
     assert entry(1, 10**9, "linear_int8").fraction == pytest.approx(0.25)
+    assert entry(1, 10**8, "gated_delta_rule").fraction == pytest.approx(0.2)
     assert entry(0, 0).fraction == 0
 
 

@@ -1,5 +1,6 @@
 """Timed runs give the same bits, and say when each thread worked on each call."""
 
+import ctypes
 import time
 
 import pytest
@@ -10,11 +11,13 @@ if library is None:
     pytest.skip("the native library is not built", allow_module_level=True)
 
 from quire.kernels import registry
+from quire.kernels.cpu.native.calls import ALL_TOKENS, F32, GatedDeltaRule, Op
 from quire.kernels.cpu.native.program import recording
 from quire.kernels.cpu.native.recorder import Guard, Limits, Recorder
 from quire.kernels.cpu.native.replay import Program
-from quire.kernels.cpu.native.timing import CallTimer, timed_calls
+from quire.kernels.cpu.native.timing import CallTimer, timed_calls, work_of
 from quire.kernels.ops import make_metadata
+from quire.tests.kernels.state_rows_cases import Row, delta_operands, states_metadata
 
 LIMITS = Limits(num_tokens=8, num_requests=4, num_logits=4)
 
@@ -85,3 +88,17 @@ def test_fewer_times_than_threads_are_asked_for(program):
         library.set_num_threads(1)
     [run] = program.timer.take()
     assert {thread for call in timed_calls(run) for thread, *_ in call.threads} <= {0}
+
+
+def test_a_state_is_read_and_written_by_each_request():
+    operands = delta_operands(4, torch.float32, 2, 4, 8, 6)
+    metadata = states_metadata([Row(1, 8, 0), Row(3, 0, 1)])
+    _, key, value, _, _ = operands.tokens
+    call = GatedDeltaRule.from_buffer(bytearray(ctypes.sizeof(GatedDeltaRule)))
+    call.op, call.dtype, call.rows = Op.GATED_DELTA_RULE, F32, ALL_TOKENS
+    _, call.key_heads, call.key_size = key.shape
+    _, call.value_heads, call.value_size = value.shape
+    found = work_of(call, (4, 2), metadata.query_lens, metadata.seq_lens_list)
+    read = sum(one.nbytes for one in operands.tokens)
+    assert found.shape == "[4] · state [4, 8, 6]" and found.flops == 4 * 4 * 8 * 6 * 7
+    assert found.num_bytes == 2 * 2 * 4 * 4 * 8 * 6 + read + value.nbytes

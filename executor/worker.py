@@ -292,11 +292,14 @@ class Worker:
         return None if self._states is None else self._num_checkpoints
 
     def determine_num_blocks(self) -> int:
-        """Returns how many KV-cache blocks to allocate, including the null block.
+        """Returns how many KV-cache blocks to allocate, including the null block, or how many there
+        are.
 
         Raises NotEnoughMemoryError if one full sequence does not fit, and for more blocks than
         memory holds.
         """
+        if self._num_blocks:
+            return self._num_blocks
         block_bytes, num_sharing = self.block_bytes, self.group.num_on_machine
         free_bytes = self._free_for_cache()
         if self._states is not None:

@@ -139,8 +139,8 @@ class GraphedStep:
         size = self._sizes[bisect_left(self._sizes, count)]
         if token_ids.data_ptr() != self._token_ids.data_ptr():
             self._copy(count, size, token_ids, positions, metadata)
-        self._copy_states(count, size, metadata.states)
         replay, results = self._graph(size)
+        self._copy_states(count, size, metadata.states)
         replay()
         return tuple(result[:count] for result in results)
 
@@ -176,6 +176,10 @@ class GraphedStep:
 
     def _graph(self, size: int) -> tuple[Callable[[], None], Tensors]:
         if size not in self._graphs:
+            # A capture runs the step, too. That stores the same keys and values again, but a state
+            # would go on by another token.
+            if self._states is not None:
+                self._states.places.fill_(NO_STATE)
             # Kernels take sizes from the host lists; they must hold for every later step, so these
             # are the longest possible contexts.
             metadata = make_metadata(

@@ -85,6 +85,7 @@ def capture_decodes(worker: Worker) -> FakeCapture:
         capture,
         len(worker.kv_cache_windows),
         worker.loras.is_enabled,
+        worker._states is not None,
     )
     use_forward(worker, graphs)
     return capture

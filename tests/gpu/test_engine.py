@@ -92,7 +92,7 @@ def test_memory_stays_within_the_limit_and_is_released(some_model) -> None:
             use_tqdm=False,
         )
         taken = torch.cuda.memory_reserved() - before
-        assert 0.1 * total < taken <= (0.3 + 0.02) * total
+        assert 2**29 < taken <= (0.3 + 0.02) * total
     # what is left are the workspaces of libraries
     assert torch.cuda.memory_reserved() - before < 2**28
 

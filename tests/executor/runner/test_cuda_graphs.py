@@ -21,9 +21,9 @@ from quire.tests.executor.on_device import FakeCapture, capture_decodes, use_for
 MAX_NUM_SEQS = 13
 
 
-def started(tiny, dtype: str = "float32", **arguments) -> Worker:
+def started(tiny, dtype: str = "float32", kind: str = "qwen3", **arguments) -> Worker:
     return start_executor(
-        tiny("qwen3"), dtype=dtype, max_num_seqs=MAX_NUM_SEQS, max_model_len=128, **arguments
+        tiny(kind), dtype=dtype, max_num_seqs=MAX_NUM_SEQS, max_model_len=128, **arguments
     )
 
 
@@ -50,9 +50,12 @@ def test_graphs_for_every_number_of_requests_with_little_padding(max_num_seqs):
         assert size - count < max(8, count / 4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replayed_steps_give_the_same_tokens_and_caches(dtype, tiny):
-    plain, graphed = started(tiny, dtype), started(tiny, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [("float32", "qwen3"), ("bfloat16", "qwen3"), ("float32", "lfm2"), ("float32", "qwen3_next")],
+)
+def test_replayed_steps_give_the_same_tokens_and_caches(dtype, kind, tiny):
+    plain, graphed = started(tiny, dtype, kind), started(tiny, dtype, kind)
     use_forward(plain, None)
     capture = with_graphs(graphed)
     for seed in range(6):

@@ -143,8 +143,9 @@ def run(parts: list[Part], out: Path, limit_s: float = LIMIT_S) -> bool:
     with tempfile.TemporaryDirectory() as directory:
         # makes the repository importable as the package, installed or not
         (Path(directory) / "quire").symlink_to(ROOT)
+        found_first = [directory, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {
-            "PYTHONPATH": directory,
+            "PYTHONPATH": os.pathsep.join(found_first),
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",
         }

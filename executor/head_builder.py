@@ -11,12 +11,14 @@ from pathlib import Path
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.models.decoder_config import DecoderConfig, parse_decoder_config
+from ..ipc.models.mtp_heads import find_head, head_config, scaled_outputs, why_no_head
+from ..ipc.models.quantization_config import parse_quantization
 from .model import Model
 from .model_builder import ModelBuilder, select_operations
-from .models.decoder import Decoder
+from .models.decoder import BlocksOfRow, Decoder, make_layer
 from .models.draft_heads import DraftHead, Eagle3Head, MTPHead
 from .models.layers import LayerFactory
-from .weights.draft_heads import HeadWeights, fill_eagle3, fill_mtp, read_known_tokens
+from .weights.draft_heads import HeadWeights, fill_eagle3, load_mtp, read_known_tokens
 
 OPTION = "speculative_config"
 
@@ -42,18 +44,18 @@ class HeadBuilder:
             raise InvalidParameterError(
                 OPTION, f"method {method} needs an architecture that Quire has a page for"
             )
-        if target.embedding_scale != 1.0 or target.logits_scale != 1.0:
-            raise InvalidParameterError(
-                OPTION, f"method {method} is not offered for models that scale embeddings or logits"
-            )
-        for key in ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers"):
-            hf_config.pop(key, None)  # a head sees the whole context
-        hf_config["num_hidden_layers"] = 1
-        self.shape: DecoderConfig = (
-            parse_decoder_config(hf_config, honours=("attention_bias", "mlp_bias", "is_causal"))
-            if method == "eagle3"
-            else builder.kind.parse_config(hf_config)
-        )
+        self._row = row = builder.kind.row
+        reason = why_no_head(row, target) if method == "mtp" else scaled_outputs(target)
+        if reason:
+            raise InvalidParameterError(OPTION, f"method {method} is not offered for {reason}")
+        if row is None or method == "eagle3":
+            for key in ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers"):
+                hf_config.pop(key, None)  # a head sees the whole context
+            hf_config["num_hidden_layers"] = 1
+            biased = "attention_bias", "mlp_bias", "is_causal"
+            self.shape: DecoderConfig = parse_decoder_config(hf_config, honours=biased)
+        else:
+            self.shape = head_config(row.parse(hf_config))
         if self.shape.hidden_size != target.hidden_size:
             raise InvalidParameterError(
                 OPTION,
@@ -72,11 +74,12 @@ class HeadBuilder:
     def build(self, report: Callable[[str, float], None]) -> DraftHead:
         """Returns a head that shares nothing yet. Raises ModelLoadError, InvalidParameterError."""
         model_config, builder = self._config.model_config, self._builder
-        weights = HeadWeights(Path(model_config.model))
+        directory = Path(model_config.model)
         make = LayerFactory(self.ops, builder.dtype, builder.device, model_config.quantization)
         sizes = self._rows, resolved(model_config.max_model_len)
         head: DraftHead
         if self._method == "eagle3":
+            weights = HeadWeights(directory)
             bias = "midlayer.self_attn.q_proj.bias" in weights
             tokens = read_known_tokens(weights, model_config.hf_config, self.shape.vocab_size)
             known = None if tokens is None else tokens.sort().values.int()
@@ -84,13 +87,14 @@ class HeadBuilder:
             head = Eagle3Head(make, self.shape, layers, *sizes, bias, known)
             fill_eagle3(head.weights(), size, layers, weights, tokens, make.fill)
         else:
-            names = weights.find_mtp_names(builder.shape.num_hidden_layers)
-            bias, norm = (
-                f"{names.layer}.self_attn.{name}" in weights
-                for name in ("q_proj.bias", "q_norm.weight")
-            )
-            head = MTPHead(make, self.shape, *sizes, bias, norm)
-            fill_mtp(head.weights(), self.shape.hidden_size, weights, names, make.fill)
+            assert self._row is not None
+            names = find_head(directory, builder.shape.num_hidden_layers)
+            blocks = BlocksOfRow(self._row, self.shape, make, sizes[1])
+            parts = blocks.attention, blocks.mlp, blocks.norms, self._row.names, None, False
+            layer = make_layer(make, self.shape, 0, *parts)
+            head = MTPHead(make, self.shape, self._rows, layer, names.is_hidden_first)
+            stored_as = parse_quantization(model_config.hf_config)
+            load_mtp(head, names, directory, report, make.fill, stored_as)
         report("load the head", 1.0)
         self.weights_bytes = make.weights_bytes
         return head

@@ -33,6 +33,7 @@ class ModelKind:
     parse_config: Callable[[dict[str, Any]], Any]
     build: Callable[..., Any]
     is_fallback: bool = False  # whether transformers reads config.json
+    row: Architecture | None = None  # of which it is made
 
 
 def register_model(architecture: str, model: Architecture | type) -> None:
@@ -62,7 +63,7 @@ def find_model(hf_config: dict[str, Any], model_impl: str = "auto") -> ModelKind
     if isinstance(found, Architecture):
         from .decoder import Decoder
 
-        return ModelKind(name, found.parse, partial(Decoder.of_row, found))
+        return ModelKind(name, found.parse, partial(Decoder.of_row, found), row=found)
     if isinstance(found, EncoderArchitecture):
         from .encoder import Encoder
 

@@ -168,6 +168,60 @@ def make_layer(
     return DecoderLayer(make, config, attention, mlp, norms, mixer, names, inputs, scalar)
 
 
+class BlocksOfRow:
+    """Makes the blocks of an architecture's layers. `config` is what row.parse returns."""
+
+    def __init__(
+        self, row: Architecture, config: DecoderConfig, make: LayerFactory, max_model_len: int
+    ):
+        self._row, self._config, self._make = row, config, make
+        self._ropes = make.ropes(config, max_model_len)
+        self._named = {} if row.names == PLAIN_NAMES else {"names": row.names}
+        self._made: dict[int, Attention] = {}  # by layer
+        self.norms = row.norms
+        if config.experts is not None and config.experts.names.is_beside_mlp:
+            self.norms = (*row.norms[:2], None, row.norms[3])  # the block's parts have norms
+
+    def attention(self, layer: int) -> Any:
+        row, config, make = self._row, self._config, self._make
+        if config.latent is not None:
+            return make.block(LatentAttention, config, layer, self._ropes)
+        qkv_bias, o_bias = row.attention_biases(config)
+        owner = config.layer(layer).kv_from
+        if owner is not None:
+            shared = self._ropes, self._made[owner], qkv_bias, o_bias
+            return make.block(SharedAttention, config, layer, *shared, **self._named)
+        # a plugin's layer need not know the options of other models than its own
+        options = {
+            name: True
+            for name in (
+                *("qk_norm_whole", "is_merged", "has_sinks"),
+                *("is_interleaved", "value_norm"),
+            )
+            if getattr(row, name)
+        }
+        own = {"qkv_bias": qkv_bias, "o_bias": o_bias, "qk_norm": row.has_qk_norm(config)}
+        kind = attention_for(config)
+        made = make.block(kind, config, layer, self._ropes, **own, **options, **self._named)
+        self._made[layer] = made
+        return made
+
+    def mlp(self, layer: int) -> MLP:
+        row, config, make = self._row, self._config, self._make
+        experts = config.experts
+        if experts is not None and layer in experts.dense_layers:
+            experts = None
+        if experts is not None and not experts.names.is_beside_mlp:
+            of_parts = {"names_of_parts": row.names} if self._named else {}
+            return make.block(MixtureOfExperts, config, layer, **of_parts)
+        merged = {"is_merged": True} if row.is_merged else {}
+        options = {"bias": config.mlp_bias, **merged, **self._named}
+        dense = make.block(mlp_for(config), config, layer, **options)
+        if experts is None:
+            return dense
+        return DenseBesideExperts(make, config, dense, make.block(ScaledExperts, config, layer))
+
+
 class Decoder(Model):
     """A causal language model.
 
@@ -239,54 +293,11 @@ class Decoder(Model):
         cls, row: Architecture, config: DecoderConfig, make: LayerFactory, max_model_len: int
     ) -> Decoder:
         """Makes the model of an architecture. `config` is what row.parse returns."""
-        ropes = make.ropes(config, max_model_len)
-        qkv_bias, o_bias = row.attention_biases(config)
-        biases = {"qkv_bias": qkv_bias, "o_bias": o_bias}
-        # a plugin's layer need not know the options of other models than its own
-        options = {
-            name: True
-            for name in (
-                *("qk_norm_whole", "is_merged", "has_sinks"),
-                *("is_interleaved", "value_norm"),
-            )
-            if getattr(row, name)
-        }
-        named = {} if row.names == PLAIN_NAMES else {"names": row.names}
-        merged = {"is_merged": True} if row.is_merged else {}
-
-        made: dict[int, Attention] = {}
-
-        def make_attention(layer: int) -> Any:
-            if config.latent is not None:
-                return make.block(LatentAttention, config, layer, ropes)
-            owner = config.layer(layer).kv_from
-            if owner is not None:
-                shared = ropes, made[owner], qkv_bias, o_bias
-                return make.block(SharedAttention, config, layer, *shared, **named)
-            own = {**biases, "qk_norm": row.has_qk_norm(config), **options, **named}
-            made[layer] = make.block(attention_for(config), config, layer, ropes, **own)
-            return made[layer]
-
-        def make_mlp(layer: int) -> MLP:
-            experts = config.experts
-            if experts is not None and layer in experts.dense_layers:
-                experts = None
-            if experts is not None and not experts.names.is_beside_mlp:
-                of_parts = {"names_of_parts": row.names} if named else {}
-                return make.block(MixtureOfExperts, config, layer, **of_parts)
-            kind = mlp_for(config)
-            dense = make.block(kind, config, layer, bias=config.mlp_bias, **merged, **named)
-            if experts is None:
-                return dense
-            return DenseBesideExperts(make, config, dense, make.block(ScaledExperts, config, layer))
-
+        blocks = BlocksOfRow(row, config, make, max_model_len)
         scale = config.embedding_scale
         if row.scaled_embedding:  # transformers multiplies by a number of the model's dtype
             scale = torch.tensor(scale, dtype=make.dtype).item()
-        norms = row.norms
-        if config.experts is not None and config.experts.names.is_beside_mlp:
-            norms = (*norms[:2], None, norms[3])  # the block has the norms before its parts
-        parts = make_attention, make_mlp, norms, scale, row.names, row.has_layer_scalars
+        parts = blocks.attention, blocks.mlp, blocks.norms, scale, row.names, row.has_layer_scalars
         return cls(make, config, *parts)
 
     def __call__(

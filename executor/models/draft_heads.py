@@ -1,4 +1,4 @@
-"""Heads that draft. Each is a decoder layer that reads hidden states of the model that verifies.
+"""Heads that draft. Each has a decoder layer and reads hidden states of the model that verifies.
 
 Must not know: files, requests, how drafts are verified.
 
@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from ...ipc.models.architectures import PRE_NORMS
 from ...ipc.models.decoder_config import DecoderConfig
 from ...kernels.ops import AttentionMetadata
 from ..model import Model
+from ..weights.packed_rows import PackedRows, copy_weights
+from ..weights.table import Weight
 from .blocks import Attention, GatedMLP
 from .decoder import Decoder, DecoderLayer
 from .layers import LayerFactory, Weights
@@ -170,9 +171,46 @@ class Eagle3Head(DraftHead):
         yield from self.own_head.weights("")
 
 
+class JoinedLinear:
+    """A linear layer of the concatenation of a token's embedding and a hidden state. It is computed
+    as the sum of two products.
+    """
+
+    def __init__(self, name: str, make: LayerFactory, size: int, is_hidden_first: bool):
+        """size: hidden_size. is_hidden_first: in the concatenation."""
+        self.name, self.ops, self._is_hidden_first = name, make.ops, is_hidden_first
+        self.of_token, self.of_hidden = (make.linear(size, {name: size}) for _ in range(2))
+        self._weight: torch.Tensor | None = make.parameter(size, 2 * size)
+        self.saved_bytes = self._weight.nbytes  # once it is filled
+
+    def __call__(self, token: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """token and hidden [T, hidden_size] -> [T, hidden_size]"""
+        joined = self.of_hidden(hidden)
+        self.ops.add(self.of_token(token), joined)
+        return joined
+
+    def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
+        """Fills both parts from the weight [hidden_size, 2 * hidden_size]; see
+        LayerFactory.fill. Blocks are unpacked.
+        """
+        copy_weights(tensor, values)
+        whole = torch.Tensor.as_subclass(tensor, torch.Tensor)
+        parts = [self.of_token, self.of_hidden]
+        for part, columns in zip(parts[:: -1 if self._is_hidden_first else 1], whole.chunk(2, 1)):
+            ((_, own),) = part.weights("")
+            assert isinstance(own, Weight)
+            part.fill(own, columns.contiguous())
+        self._weight = None
+
+    def weights(self, prefix: str) -> Weights:
+        if self._weight is None:
+            raise RuntimeError("the weight is packed: its columns are no longer in one tensor")
+        yield f"{prefix}{self.name}.weight", Weight(self._weight, self)
+
+
 class MTPHead(DraftHead):
-    """Multi-token prediction: a layer of the model's kind, which reads the sum of two projections,
-    one of a token's embedding and one of a hidden state.
+    """Multi-token prediction: a layer of the model's kind, which reads a projection of a token's
+    embedding and a hidden state.
     """
 
     def __init__(
@@ -180,19 +218,18 @@ class MTPHead(DraftHead):
         make: LayerFactory,
         config: DecoderConfig,
         rows: int,
-        max_model_len: int,
-        qkv_bias: bool,
-        qk_norm: bool,
+        layer: DecoderLayer,
+        is_hidden_first: bool,
     ):
+        """`config` is that of a stack with `layer` alone, which has norms before its blocks.
+        is_hidden_first: see JoinedLinear.
+        """
         super().__init__(make, config, rows)
-        size, ropes = config.hidden_size, make.ropes(config, max_model_len)
-        self.token_proj = make.linear(size, {"fc": size})
-        self.hidden_proj = make.linear(size, {"fc": size})
+        size = config.hidden_size
+        self.fc = JoinedLinear("fc", make, size, is_hidden_first)
         self.token_norm = make.norm("token_norm", size, config)
         self.hidden_norm = make.norm("hidden_norm", size, config)
-        self.self_attn = Attention(make, config, 0, ropes, qkv_bias, False, qk_norm)
-        mlp = GatedMLP(make, config, 0, bias=False)
-        self.layer = DecoderLayer(make, config, self.self_attn, mlp, PRE_NORMS)
+        self.layer = layer
         self.norm = make.norm("norm", size, config)
 
     def __call__(
@@ -201,9 +238,8 @@ class MTPHead(DraftHead):
         """token_ids [T], positions [T] -> [T, hidden_size], normed"""
         state = self.state[: len(token_ids)]
         attention, mlp = self.layer.blocks
-        residual = self.hidden_proj(self.hidden_norm(state))
-        token = self.token_norm(self.embed_tokens(token_ids))
-        self.ops.add(self.token_proj(token), residual)
+        hidden = self.hidden_norm(state)
+        residual = self.fc(self.token_norm(self.embed_tokens(token_ids)), hidden)
         assert attention.before is not None and mlp.before is not None
         x = attention.compute(attention.before(residual), positions, metadata)
         mlp.before.add(x, residual)
@@ -214,13 +250,11 @@ class MTPHead(DraftHead):
         return x
 
     def attention_layers(self) -> list[Any]:
-        return [self.self_attn]
+        return [self.layer.self_attn]
 
     def weights(self) -> Weights:
-        """`#token` and `#hidden`: the columns of a weight that multiply these."""
-        for part, linear in (("token", self.token_proj), ("hidden", self.hidden_proj)):
-            for name, tensor in linear.weights(""):
-                yield f"{name}#{part}", tensor
+        """Names as in ipc/models/mtp_heads.py."""
+        yield from self.fc.weights("")
         for norm in (self.token_norm, self.hidden_norm, self.norm):
             yield from norm.weights("")
         yield from self.layer.weights("layer.")

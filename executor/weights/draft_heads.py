@@ -3,60 +3,29 @@
 Must not know: how a head computes, requests.
 
 It reads EAGLE-3 as its authors and SpecForge write it: fc, midlayer, norm, lm_head, and d2t, which
-maps the head's tokens to the model's. It reads multi-token prediction under the names of MiMo, of
-DeepSeek and GLM, and of Qwen.
+maps the head's tokens to the model's. It reads multi-token prediction under the names of
+ipc/models/mtp_heads.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.json_files import check_regular_file
+from ...ipc.models.mtp_heads import HeadNames
+from ...ipc.models.quantization_config import CheckpointQuantization
+from .load_times import LoadTimes
+from .loader import Fill as LoaderFill
+from .loader import fill_from_safetensors
 
 Fill = Callable[[torch.Tensor, torch.Tensor], None]
 Table = Iterator[tuple[str, torch.Tensor]]  # the head's `weights`
-
-
-class MTPNames(NamedTuple):
-    """Names in a checkpoint. `is_hidden_first` is about the concatenation that fc reads."""
-
-    fc: str
-    token_norm: str
-    hidden_norm: str
-    norm: str
-    layer: str
-    is_hidden_first: bool = False
-
-
-def mtp_names(num_layers: int) -> list[MTPNames]:
-    """Lists the names. The model has `num_layers` layers; DeepSeek and GLM number the head's layer
-    after them.
-    """
-    mimo, glm = "model.mtp_layers.0", f"model.layers.{num_layers}"
-    return [
-        MTPNames(
-            f"{mimo}.input_proj",
-            f"{mimo}.token_layernorm",
-            f"{mimo}.hidden_layernorm",
-            f"{mimo}.final_layernorm",
-            mimo,
-            is_hidden_first=True,
-        ),
-        MTPNames(f"{glm}.eh_proj", f"{glm}.enorm", f"{glm}.hnorm", f"{glm}.shared_head.norm", glm),
-        MTPNames(
-            "mtp.fc",
-            "mtp.pre_fc_norm_embedding",
-            "mtp.pre_fc_norm_hidden",
-            "mtp.norm",
-            "mtp.layers.0",
-        ),
-    ]
 
 
 class HeadWeights:
@@ -83,15 +52,6 @@ class HeadWeights:
             raise ModelLoadError(f"{self.directory}: lacks the tensor {name}")
         with safe_open(self._files[name], "pt") as file:
             return file.get_tensor(name)
-
-    def find_mtp_names(self, num_layers: int) -> MTPNames:
-        """Finds the names that the files use. Raises ModelLoadError where there is no head."""
-        known = mtp_names(num_layers)
-        for names in known:
-            if f"{names.fc}.weight" in self:
-                return names
-        tried = ", ".join(f"{names.fc}.weight" for names in known)
-        raise ModelLoadError(f"{self.directory}: has no head for multi-token prediction ({tried})")
 
 
 def read_known_tokens(
@@ -144,21 +104,34 @@ def fill_eagle3(
         if name == "lm_head.weight" and tokens is not None:
             rows = weights[name]
             return rows[tokens.argsort()] if len(rows) == len(tokens) else rows
-        return _columns(weights, *_part(name), size, is_hidden_first=False)
+        return _columns(weights, *_part(name), size)
 
     _fill(table, values_of, fill, weights.directory)
 
 
-def fill_mtp(table: Table, size: int, weights: HeadWeights, names: MTPNames, fill: Fill) -> None:
-    """Fills an MTPHead; see fill_eagle3."""
-
-    def values_of(name: str) -> torch.Tensor:
-        own, part = _part(name)
-        first, _, rest = own.partition(".")
-        stored = f"{getattr(names, first)}.{rest}"
-        return _columns(weights, stored, part, size, names.is_hidden_first)
-
-    _fill(table, values_of, fill, weights.directory)
+def load_mtp(
+    head: Any,
+    names: HeadNames,
+    directory: Path,
+    report: Callable[[str, float], None],
+    fill: LoaderFill,
+    quantization: CheckpointQuantization | None,
+) -> None:
+    """Fills an MTPHead from the tensors of `directory` that have these names, as
+    loader.load_weights does. Raises ModelLoadError for what is missing or has another shape.
+    """
+    times, experts = LoadTimes(), head.config.experts
+    fill_from_safetensors(
+        {names.of(name): tensor for name, tensor in head.weights()},
+        {},
+        directory,
+        report,
+        fill,
+        quantization,
+        lambda name: True,  # the model's own tensors
+        0 if experts is None else experts.count,
+        times,
+    )
 
 
 def _part(name: str) -> tuple[str, str]:
@@ -166,9 +139,7 @@ def _part(name: str) -> tuple[str, str]:
     return own, part
 
 
-def _columns(
-    weights: HeadWeights, name: str, part: str, size: int, is_hidden_first: bool
-) -> torch.Tensor:
+def _columns(weights: HeadWeights, name: str, part: str, size: int) -> torch.Tensor:
     """Returns the tensor. Of a weight over a concatenation it returns the columns for "token" or
     "hidden".
     """
@@ -179,7 +150,7 @@ def _columns(
         raise ModelLoadError(
             f"{weights.directory}: {name} must have {2 * size} columns, got {values.shape[1]}"
         )
-    return values[:, size:] if (part == "hidden") != is_hidden_first else values[:, :size]
+    return values[:, size:] if part == "hidden" else values[:, :size]
 
 
 def _fill(

@@ -83,7 +83,6 @@ def _load_safetensors(
     times: LoadTimes,
 ) -> None:
     missing, tied = dict(model.weights()), model.tied_weights()
-    dtype = next(iter(missing.values())).dtype
     in_files = find_stored_names(missing, model.config, directory)
     missing = {in_files.of(name): tensor for name, tensor in missing.items()}
     tied = {in_files.of(name): in_files.of(original) for name, original in tied.items()}
@@ -92,8 +91,28 @@ def _load_safetensors(
         own = in_files.own(stored)
         return is_ignored(own, model.config) or model.is_of_another_rank(own)
 
-    shapes = {name: stored_shape(tensor) for name, tensor in missing.items()}
     num_experts = 0 if model.config.experts is None else model.config.experts.count
+    fill_from_safetensors(
+        missing, tied, directory, report, fill, quantization, is_not_needed, num_experts, times
+    )
+
+
+def fill_from_safetensors(
+    missing: dict[str, torch.Tensor],
+    tied: dict[str, str],
+    directory: Path,
+    report: Report,
+    fill: Fill,
+    quantization: CheckpointQuantization | None,
+    is_not_needed: Callable[[str], bool],
+    num_experts: int,
+    times: LoadTimes,
+) -> None:
+    """Fills the tensors of `missing`, by their names in the files of `directory`, and removes them
+    from it. See load_weights, and check_checkpoint for tied, is_not_needed and num_experts.
+    """
+    dtype = next(iter(missing.values())).dtype
+    shapes = {name: stored_shape(tensor) for name, tensor in missing.items()}
     origin = check_checkpoint(directory, shapes, tied, quantization, is_not_needed, num_experts)
     read = _WeightReader(shapes, origin, quantization, num_experts, dtype)
     num_loaded, num_expected = 0, sum(tensor.numel() for tensor in missing.values())

@@ -147,7 +147,7 @@ class Architecture:
         base, names = config.base_name, self.names
         shapes = {f"{base}{names.embedding}.weight": embedding}
         for layer in range(config.num_hidden_layers):
-            for name, shape in self._layer(config, layer):
+            for name, shape in self.layer_shapes(config, layer):
                 shapes[f"{base}layers.{layer}.{name}"] = shape
         shapes[f"{base}{names.final_norm}.weight"] = [hidden]
         if (inputs := config.per_layer_inputs) is not None:
@@ -179,7 +179,8 @@ class Architecture:
     def has_qk_norm(self, config: DecoderConfig) -> bool:
         return config.use_qk_norm if self.qk_norm is None else self.qk_norm
 
-    def _layer(self, config: DecoderConfig, index: int) -> Shapes:
+    def layer_shapes(self, config: DecoderConfig, index: int) -> Shapes:
+        """Name and shape of every tensor of a layer, without the layer's own prefix."""
         layer, hidden = config.layer(index), config.hidden_size
         if layer.has_attention:
             for name, shape in self._attention(config, layer):

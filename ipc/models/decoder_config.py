@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ModelLoadError
-from .config_values import MOST_OF_A_SIZE, malformed
+from .config_values import MOST_OF_A_SIZE, integer, malformed
 from .experts_config import ExpertsConfig
 from .forms import GENERATE, Head, decoder_head, form_of, score_tokens
 from .latent_config import LatentConfig
@@ -248,6 +248,7 @@ _MULTIPLIERS = {
 }
 DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers'
 DEFAULT_NO_ROPE_INTERVAL = 4
+FURTHER = "num_nextn_predict_layers"
 UNROTATED_FULL_LAYERS = "unrotated full layers"  # not a key; see _unrotated_layers
 # Far above any model: a larger value is a mistake and must not cost time or memory.
 MOST = {
@@ -316,7 +317,7 @@ class DecoderConfig:
     # Attention is over latent vectors. head_dim is then the size of a token in the cache, and
     # num_key_value_heads is 1.
     latent: LatentConfig | None = None
-    # layers in the files that predict further tokens; they are not used
+    # layers in the files, after the model's, that predict further tokens (mtp_heads.py)
     num_nextn_predict_layers: int = 0
     use_qk_norm: bool = False  # of attention, where the architecture leaves it to config.json
     # for each layer: how many positions a token attends to, including its own; 0: all before it
@@ -437,6 +438,7 @@ def parse_decoder_config(
         tie_word_embeddings=_switch(hf_config, "tie_word_embeddings"),
         attention_bias=_switch(hf_config, "attention_bias"),
         mlp_bias=_switch(hf_config, "mlp_bias"),
+        num_nextn_predict_layers=integer(FURTHER, hf_config.get(FURTHER) or 0, least=0),
         use_qk_norm=_switch(hf_config, "use_qk_norm"),
         rope={},
         activation=activation,

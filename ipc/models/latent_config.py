@@ -117,11 +117,6 @@ def latent_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
         "head_dim": config.row,
         "num_key_value_heads": 1,
         "attention_scale": latent_scale(config, parse_rope_parameters(hf_config)),
-        "num_nextn_predict_layers": integer(
-            "num_nextn_predict_layers",
-            hf_config.get("num_nextn_predict_layers") or 0,
-            least=0,
-        ),
     }
 
 

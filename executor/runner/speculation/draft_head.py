@@ -66,12 +66,14 @@ class HeadDrafter:
         ends = inputs.metadata.query_start_loc.tolist()
         slots, counts, starts, parts = [], [], [], []
         for row, slot in enumerate(inputs.slots.tolist()):
-            first = ends[row]
-            start = int(inputs.positions[first])
+            computed, num_held = int(self._num_computed[slot]), int(self._num_held[slot])
+            start = computed + num_held
+            # a model with states computes accepted drafts again, which the head has seen
+            num_seen = start - int(inputs.positions[ends[row]])
+            first = ends[row] + num_seen
             # positions whose next token is known; drafts that were refused are none
             count = min(ends[row + 1] - first, int(batch.num_tokens[slot]) - 1 - start)
-            computed, num_held = int(self._num_computed[slot]), int(self._num_held[slot])
-            if count <= 0 or computed + num_held != start:
+            if count <= 0 or num_seen < 0:
                 continue
             held = self._held[slot]
             if num_held + count <= most_held:

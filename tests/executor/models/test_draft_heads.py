@@ -139,7 +139,7 @@ def mutilate(directory: Path, change: Any) -> Path:
     ("kind", "change", "words"),
     [
         ("mtp", lambda t: t.pop(heads.MIMO + "input_proj.weight"), "has no head for multi-token"),
-        ("mtp", lambda t: t.pop(heads.MIMO + "mlp.up_proj.weight"), "lacks the tensor"),
+        ("mtp", lambda t: t.pop(heads.MIMO + "mlp.up_proj.weight"), "no file has the"),
         ("eagle3", lambda t: t.pop("norm.weight"), "lacks the tensor norm.weight"),
         ("eagle3", lambda t: t.update(d2t=t["d2t"] + 5000), "tokens that the model lacks"),
         (

@@ -1,0 +1,117 @@
+"""Heads for multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3): which models may draft with
+one, under which names a checkpoint has one, and how large it is.
+
+Must not know: torch, tensors' values, how a head computes, requests.
+
+A head is a layer of the model's kind after a projection of two inputs, each with a norm. Its
+tensors have these names here: fc, token_norm, hidden_norm, norm, and those of the layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import ModelLoadError
+from .architectures import PRE_NORMS, Architecture
+from .checkpoint import find_weight_files, read_header
+from .decoder_config import DecoderConfig, LayerConfig
+
+
+class HeadNames(NamedTuple):
+    """Names in a checkpoint. `is_hidden_first` is about the concatenation that fc reads."""
+
+    fc: str
+    token_norm: str
+    hidden_norm: str
+    norm: str
+    layer: str
+    is_hidden_first: bool = False
+
+    def of(self, name: str) -> str:
+        """The checkpoint's name of one of a head's tensors: fc.weight, layer.mlp.up_proj.weight."""
+        part, _, rest = name.partition(".")
+        return f"{self._asdict()[part]}.{rest}"
+
+
+def known_names(num_layers: int) -> list[HeadNames]:
+    """The names of MiMo, of DeepSeek and GLM, and of Qwen. The model has `num_layers` layers;
+    DeepSeek and GLM number the head's layer after them.
+    """
+    mimo, glm = "model.mtp_layers.0", f"model.layers.{num_layers}"
+    return [
+        HeadNames(
+            f"{mimo}.input_proj",
+            f"{mimo}.token_layernorm",
+            f"{mimo}.hidden_layernorm",
+            f"{mimo}.final_layernorm",
+            mimo,
+            is_hidden_first=True,
+        ),
+        HeadNames(f"{glm}.eh_proj", f"{glm}.enorm", f"{glm}.hnorm", f"{glm}.shared_head.norm", glm),
+        HeadNames(
+            "mtp.fc",
+            "mtp.pre_fc_norm_embedding",
+            "mtp.pre_fc_norm_hidden",
+            "mtp.norm",
+            "mtp.layers.0",
+        ),
+    ]
+
+
+def find_head(directory: Path, num_layers: int) -> HeadNames:
+    """Finds the names that safetensors files use; see known_names. Raises ModelLoadError where they
+    have no head, and for files that cannot be read.
+    """
+    stored = {name for path in find_weight_files(directory) for name in read_header(path)}
+    known = known_names(num_layers)
+    for names in known:
+        if any(name.startswith(f"{names.fc}.") for name in stored):
+            return names
+    tried = ", ".join(f"{names.fc}.weight" for names in known)
+    raise ModelLoadError(f"{directory}: has no head for multi-token prediction ({tried})")
+
+
+def scaled_outputs(config: DecoderConfig) -> str:
+    """Says which models scale what heads of any kind share with them; empty where this one does
+    not.
+    """
+    is_scaled = config.embedding_scale != 1.0 or config.logits_scale != 1.0
+    return "models that scale embeddings or logits" if is_scaled else ""
+
+
+def why_no_head(row: Architecture | None, config: DecoderConfig) -> str:
+    """Says which models do not draft with such a head; empty where this one does. row: of its
+    architecture, if there is one.
+    """
+    if row is None:
+        return "an architecture that a class of a plugin makes"
+    if row.norms != PRE_NORMS or config.residual_scale != 1.0:
+        return f"{row.model_type}, whose layers have other norms or scales than known heads"
+    return scaled_outputs(config)
+
+
+def head_config(config: DecoderConfig) -> DecoderConfig:
+    """The configuration of a stack with the head's layer alone: it has attention that sees the
+    whole context, and experts where other layers of the model have some.
+    """
+    experts = config.experts
+    return replace(
+        config,
+        num_hidden_layers=1,
+        layers=(LayerConfig(),) if config.layers else (),
+        sliding_windows=(0,),
+        unrotated_layers=(),
+        experts=None if experts is None else replace(experts, dense_layers=()),
+    )
+
+
+def head_shapes(row: Architecture, config: DecoderConfig) -> dict[str, list[int]]:
+    """The shape of each tensor of a head; `config` is that of the model."""
+    size = config.hidden_size
+    norms = ("token_norm", "hidden_norm", "norm")
+    shapes = {"fc.weight": [size, 2 * size]} | {f"{name}.weight": [size] for name in norms}
+    return shapes | {
+        f"layer.{name}": shape for name, shape in row.layer_shapes(head_config(config), 0)
+    }

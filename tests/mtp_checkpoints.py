@@ -1,0 +1,218 @@
+"""Tiny checkpoints with a head for multi-token prediction, and that head in torch.
+
+The head's layer is the last one of a model in transformers' code that has a layer more than the
+checkpoint says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from quire.tests.tiny_models import make_tiny_config, randomize, save_tiny_tokenizer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_FILE, _CONFIG = "model.safetensors", "config.json"
+# what writes to the residual stream
+_OUTPUTS = re.compile(r"\.(o_proj|out_proj|down_proj)\.weight$")
+
+
+def save_with_head(
+    directory: Path, kind: str, dtype: str = "float32", *, is_right: bool = False
+) -> Path:
+    """Writes a checkpoint of `kind`.
+
+    is_right: layers change the residual stream so little that the next token mostly follows from
+    the last one alone, and the head says which it is.
+    """
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.disable_progress_bar()
+    config = make_tiny_config(kind)
+    count, size = config.num_hidden_layers, config.hidden_size
+    keys: dict[str, Any] = {"num_hidden_layers": count + 1}
+    if kind in QWEN:
+        keys["layer_types"] = [*config.layer_types, "full_attention"]
+    larger = make_tiny_config(kind)
+    for key, value in keys.items():
+        setattr(larger, key, value)
+    if isinstance(kinds := getattr(larger, "mlp_layer_types", None), list):
+        larger.mlp_layer_types = [*kinds, "sparse"]
+    model = AutoModelForCausalLM.from_config(larger)
+    randomize(model, 0)
+    model.save_pretrained(directory)
+    save_tiny_tokenizer(directory)
+    stored = json.loads((directory / _CONFIG).read_text())
+    for key in ("layer_types", "mlp_layer_types"):
+        if isinstance(stored.get(key), list):
+            stored[key] = stored[key][:count]
+    further = "mtp_num_hidden_layers" if kind in QWEN else "num_nextn_predict_layers"
+    stored |= {"num_hidden_layers": count, further: 1, "dtype": dtype}
+    (directory / _CONFIG).write_text(json.dumps(stored))
+    tensors = load_file(directory / _FILE)
+    generator = torch.Generator().manual_seed(1)
+    for name, shape in (("fc", (size, 2 * size)), *((name, (size,)) for name in _NORMS)):
+        noise = torch.randn(shape, generator=generator)
+        tensors[name] = 1 + 0.2 * noise if len(shape) == 1 else noise * (1.6 / shape[1] ** 0.5)
+    if is_right:
+        _make_right(tensors, f"model.layers.{count}.", offset=float(kind in QWEN))
+    names = _names(kind, count)
+    tensors = {_renamed(name, names): t.to(getattr(torch, dtype)) for name, t in tensors.items()}
+    save_file(tensors, directory / _FILE, metadata={"format": "pt"})
+    return directory
+
+
+_NORMS = ("token_norm", "hidden_norm", "head_norm")
+
+
+def _names(kind: str, count: int) -> dict[str, str]:
+    """What stands in front in the checkpoint, for the beginnings of names."""
+    layer = f"model.layers.{count}."
+    if kind in QWEN:
+        own = "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
+        to = "mtp.layers.0."
+    else:
+        own = tuple(layer + name for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm"))
+        to = layer
+    return {name: f"{new}.weight" for name, new in zip(("fc", *_NORMS), own)} | {layer: to}
+
+
+def _renamed(name: str, names: dict[str, str]) -> str:
+    for old, new in names.items():
+        if name == old or (old.endswith(".") and name.startswith(old)):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _make_right(tensors: dict[str, Tensor], layer: str, offset: float) -> None:
+    """offset: what the model adds to weights of norms."""
+    size = len(tensors["model.norm.weight"])
+    for name, tensor in tensors.items():
+        if _OUTPUTS.search(name):
+            tensors[name] = tensor * (0.0 if name.startswith(layer) else 0.02)
+    tensors["fc"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+    tensors["token_norm"] = torch.full((size,), 1 - offset)
+    tensors["head_norm"] = tensors["model.norm.weight"].clone()
+
+
+class TorchHead:
+    """The head of a checkpoint of save_with_head, in fp32, and the model that it drafts for."""
+
+    def __init__(self, directory: Path):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.config = config = AutoConfig.from_pretrained(directory)
+        self.kind, count = config.model_type, config.num_hidden_layers
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        stored, names = load_file(directory / _FILE), _names(self.kind, count)
+        back = {new: old for old, new in names.items()}
+        self.tensors = {_renamed(name, back): t.float() for name, t in stored.items()}
+        self.prefix = f"model.layers.{count}."
+        self.offset = float(self.kind in QWEN)
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self.tensors[name] + self.offset
+        return F.rms_norm(x, x.shape[-1:], weight, self.config.rms_norm_eps)
+
+    @torch.no_grad()
+    def hidden(self, token_ids: list[int]) -> Tensor:
+        """[T, hidden_size]: the states of the model after its last norm."""
+        return self.model.model(torch.tensor([token_ids])).last_hidden_state[0]
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int], state: Tensor) -> tuple[Tensor, Tensor]:
+        """token_ids [T]: the one after each position; state [T, hidden_size] -> logits [T,
+        vocab_size] and the next state.
+        """
+        token = self._norm(self.tensors["model.embed_tokens.weight"][token_ids], "token_norm")
+        joined = torch.cat([token, self._norm(state, "hidden_norm")], 1)
+        x = joined @ self.tensors["fc"].T
+        x = self._qwen_layer(x) if self.kind in QWEN else self._layer_of_transformers(x)
+        x = self._norm(x, "head_norm")
+        return x @ self.tensors["lm_head.weight"].T, x
+
+    def drafts(self, token_ids: list[int], count: int) -> tuple[list[int], Tensor]:
+        """What the head drafts behind token_ids, by the largest logits, and the first logits."""
+        state, tokens = self.hidden(token_ids)[:-1], token_ids[1:]
+        first, drafts = torch.empty(0), list[int]()
+        for _ in range(count):
+            logits, states = self.logits(tokens, state)
+            first = first if drafts else logits[-1]
+            drafts.append(int(logits[-1].argmax()))
+            tokens, state = [*tokens, drafts[-1]], torch.cat([state, states[-1:]])
+        return drafts, first
+
+    def _of_layer(self, name: str) -> Tensor:
+        return self.tensors[f"{self.prefix}{name}.weight"]
+
+    def _qwen_layer(self, x: Tensor) -> Tensor:
+        """Gated attention, then an MLP or experts."""
+        config, num_tokens = self.config, len(x)
+        heads, size = config.num_attention_heads, config.head_dim
+        normed = self._norm(x, f"{self.prefix}input_layernorm.weight")
+        both = (normed @ self._of_layer("self_attn.q_proj").T).view(num_tokens, heads, 2 * size)
+        query, gate = both.split(size, -1)
+        key, value = (
+            (normed @ self._of_layer(f"self_attn.{name}").T).view(num_tokens, -1, size)
+            for name in ("k_proj", "v_proj")
+        )
+        query = self._rotated(self._norm(query, f"{self.prefix}self_attn.q_norm.weight"))
+        key = self._rotated(self._norm(key, f"{self.prefix}self_attn.k_norm.weight"))
+        groups = heads // config.num_key_value_heads
+        key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
+        scores = torch.einsum("thd,shd->hts", query, key) * size**-0.5
+        is_later = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(is_later, -torch.inf).softmax(-1)
+        attended = torch.einsum("hts,shd->thd", weights, value) * gate.sigmoid()
+        x = x + attended.flatten(1) @ self._of_layer("self_attn.o_proj").T
+        normed = self._norm(x, f"{self.prefix}post_attention_layernorm.weight")
+        return x + self._mlp(normed)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        """x [T, heads, head_dim]: the first quarter of a head rotates, its halves as pairs."""
+        count = int(x.shape[-1] * 0.25)
+        frequencies = 10_000.0 ** (-torch.arange(0, count, 2, dtype=torch.float64) / count)
+        angles = (torch.arange(len(x))[:, None] * frequencies)[:, None]
+        cos, sin = angles.cos().float(), angles.sin().float()
+        first, second, rest = x.split([count // 2, count // 2, x.shape[-1] - count], -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        if not hasattr(self.config, "num_experts"):
+            return self._gated(x, "mlp")
+        chances = (x @ self._of_layer("mlp.gate").T).softmax(-1)
+        best, chosen = chances.topk(self.config.num_experts_per_tok, -1)
+        weights = torch.zeros_like(chances).scatter(1, chosen, best / best.sum(-1, keepdim=True))
+        total = (x @ self._of_layer("mlp.shared_expert_gate").T).sigmoid()
+        total = total * self._gated(x, "mlp.shared_expert")
+        for expert in range(self.config.num_experts):
+            total = total + weights[:, [expert]] * self._gated(x, f"mlp.experts.{expert}")
+        return total
+
+    def _gated(self, x: Tensor, block: str) -> Tensor:
+        gate, up = (x @ self._of_layer(f"{block}.{name}").T for name in ("gate_proj", "up_proj"))
+        return (F.silu(gate) * up) @ self._of_layer(f"{block}.down_proj").T
+
+    def _layer_of_transformers(self, x: Tensor) -> Tensor:
+        from transformers import AutoModelForCausalLM
+
+        if not hasattr(self, "_larger"):
+            config = type(self.config).from_dict(self.config.to_dict())
+            config.num_hidden_layers += 1
+            if isinstance(kinds := getattr(config, "mlp_layer_types", None), list):
+                config.mlp_layer_types = [*kinds, "sparse"]
+            directory = self.config.name_or_path
+            self._larger = AutoModelForCausalLM.from_pretrained(
+                directory, config=config, dtype=torch.float32
+            )
+        model, positions = self._larger.model, torch.arange(len(x))[None]
+        angles = model.rotary_emb(x[None], positions)
+        return model.layers[-1](
+            x[None], attention_mask=None, position_ids=positions, position_embeddings=angles
+        )[0]

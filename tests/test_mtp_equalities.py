@@ -1,0 +1,126 @@
+"""Models whose files have a head for multi-token prediction, in bfloat16 on native kernels: the
+bits of a request's tokens and log-probabilities do not depend on its drafts, of which many are
+right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.ipc.params import RequestOutputKind
+from quire.kernels.cpu.native.library import library
+from quire.kernels.cpu.native.replay import Program
+from quire.tests.client_forms import closing, make_async_engine, make_engine
+from quire.tests.mtp_checkpoints import QWEN, save_with_head
+from quire.tests.test_bit_equalities import assert_same_bits, name_of, run
+from quire.tests.workloads import Job, random_jobs
+
+pytestmark = pytest.mark.skipif(
+    library is None, reason="native kernels are not built here; torch's do not promise this"
+)
+
+FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=36, num_scheduler_steps=1)
+DRAFTING = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+
+
+@pytest.fixture(scope="module", params=[*QWEN, "glm4_moe_lite"])
+def model(request, tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp(request.param)
+    return str(save_with_head(directory, request.param, "bfloat16", is_right=True))
+
+
+def common(model: str) -> dict[str, Any]:
+    return dict(model=model, dtype="bfloat16", max_model_len=300, state_checkpoint_interval=64)
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    found = []
+    for job in random_jobs(20, vocab_size=300, seed=3, max_prompt=200, max_output=40):
+        params = msgspec.structs.replace(job.params, logprobs=2, stop=None, ignore_eos=True)
+        found.append(replace(job, params=params, arrives_at_step=job.arrives_at_step // 8))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(model, jobs):
+    """Run each request alone and without drafts: its prompt in one piece, on one thread."""
+    settings = common(model) | dict(enable_prefix_caching=False, max_num_seqs=1, num_threads=1)
+    with closing(make_engine(**settings)) as engine:
+        return run(engine, jobs, aborts=False)
+
+
+SETTINGS = [
+    dict(num_threads=2, max_num_batched_tokens=37),
+    dict(**FEW, preemption_mode="recompute", enable_prefix_caching=False),
+    dict(**FEW, preemption_mode="swap", max_num_batched_tokens=64, async_scheduling=True),
+    dict(num_scheduler_steps=4, max_num_seqs=5, long_prefill_token_threshold=19),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=name_of)
+def test_drafts_of_a_head_change_no_bit(model, jobs, expected, settings):
+    settings = common(model) | settings | dict(speculative_config=DRAFTING)
+    with closing(make_engine(**settings)) as engine:
+        assert_same_bits(jobs, run(engine, jobs), expected)
+        assert_same_bits(jobs, run(engine, jobs, aborts=False), expected, aborts=False)
+        metrics = engine.call_utility("get_metrics")
+        assert metrics["num_accepted_tokens"] > 0.3 * metrics["num_draft_tokens"] > 30
+        assert (metrics["num_preemptions"] > 0) == (settings.items() >= FEW.items())
+        engine.call_utility("check_integrity")
+
+
+def test_completions_of_one_prompt_and_drafts_of_one_native_call(model):
+    params = SamplingParams(
+        n=4, temperature=1.0, seed=3, max_tokens=30, ignore_eos=True, logprobs=1
+    )
+    prompt = {"prompt_token_ids": list(range(20, 180))}
+    answers = []
+    for drafting in (None, DRAFTING):
+        with LLM(**common(model), engine="inproc", speculative_config=drafting) as llm:
+            [output] = llm.generate([prompt], params, use_tqdm=False)
+            answers.append([(one.token_ids, one.logprobs) for one in output.outputs])
+            if drafting is not None:
+                assert llm.get_metrics()["num_accepted_tokens"] > 40
+                draft = llm.llm_engine.client._engine.core.executor._draft
+                assert isinstance(draft.drafter.passes.run, Program)
+    assert answers[0] == answers[1]
+
+
+def test_a_stream_continues_on_another_engine(model):
+    params = SamplingParams(
+        temperature=0.8,
+        seed=4,
+        max_tokens=90,
+        ignore_eos=True,
+        logprobs=1,
+        output_kind=RequestOutputKind.CUMULATIVE,
+    )
+
+    async def answer(llm: AsyncLLM, name: str, is_killed: bool) -> list[Any]:
+        prompt = {"prompt_token_ids": list(range(20, 120))}
+        async for output in llm.generate(prompt, params, name):
+            if is_killed and len(output.outputs[0].token_ids) >= 20:
+                is_killed = False
+                os.kill(llm.client.engine_pid, signal.SIGKILL)
+        return [output.outputs[0].token_ids, output.outputs[0].logprobs]
+
+    async def run_both() -> None:
+        settings = common(model) | dict(speculative_config=DRAFTING)
+        llm = make_async_engine("process async", **settings)
+        try:
+            undisturbed = await answer(llm, "a", is_killed=False)
+            assert await answer(llm, "b", is_killed=True) == undisturbed
+            assert llm.client.restarts.by_cause.total() == 1
+            assert (await llm.get_metrics())["num_accepted_tokens"] > 10  # of the second engine
+        finally:
+            await llm.shutdown_async()
+
+    asyncio.run(run_both())

@@ -16,6 +16,7 @@ import torch
 
 from ..ipc.config import EngineConfig, LoRAConfig, ModelConfig, resolved
 from ..ipc.errors import InvalidParameterError
+from ..ipc.models.draft_heads import head_rows
 from ..kernels.cpu.native.recorder import Limits
 from ..kernels.registry import OpTable
 from .head_builder import HeadBuilder
@@ -93,8 +94,7 @@ class Draft:
         self._batch = batch
         max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
         most_held = resolved(scheduler_config.speculative_config).num_speculative_tokens + 1
-        # a head computes the tokens of the model's pass, and those that each request has held back
-        self._rows = max_num_tokens + scheduler_config.max_num_seqs * most_held
+        self._rows = head_rows(scheduler_config)
         kv_cache = builder.kv_cache_dtype, builder.device
         isa = builder.cpu_isa
         self._builder: Builder

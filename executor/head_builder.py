@@ -10,8 +10,14 @@ from pathlib import Path
 
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError, ModelLoadError
-from ..ipc.models.decoder_config import DecoderConfig, parse_decoder_config
-from ..ipc.models.mtp_heads import find_head, head_config, scaled_outputs, why_no_head
+from ..ipc.models.decoder_config import DecoderConfig
+from ..ipc.models.draft_heads import (
+    eagle3_config,
+    find_head,
+    head_config,
+    scaled_outputs,
+    why_no_head,
+)
 from ..ipc.models.quantization_config import parse_quantization
 from .model import Model
 from .model_builder import ModelBuilder, select_operations
@@ -39,7 +45,7 @@ class HeadBuilder:
         self._config, self._method, self._builder = config, method, builder
         self._rows = rows
         self.weights_bytes = 0
-        target, hf_config = builder.shape, dict(config.model_config.hf_config)
+        target, hf_config = builder.shape, config.model_config.hf_config
         if not isinstance(model, Decoder):
             raise InvalidParameterError(
                 OPTION, f"method {method} needs an architecture that Quire has a page for"
@@ -48,14 +54,11 @@ class HeadBuilder:
         reason = why_no_head(row, target) if method == "mtp" else scaled_outputs(target)
         if reason:
             raise InvalidParameterError(OPTION, f"method {method} is not offered for {reason}")
-        if row is None or method == "eagle3":
-            for key in ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers"):
-                hf_config.pop(key, None)  # a head sees the whole context
-            hf_config["num_hidden_layers"] = 1
-            biased = "attention_bias", "mlp_bias", "is_causal"
-            self.shape: DecoderConfig = parse_decoder_config(hf_config, honours=biased)
-        else:
-            self.shape = head_config(row.parse(hf_config))
+        self.shape: DecoderConfig = (
+            eagle3_config(hf_config)
+            if row is None or method == "eagle3"
+            else head_config(row.parse(hf_config))
+        )
         if self.shape.hidden_size != target.hidden_size:
             raise InvalidParameterError(
                 OPTION,

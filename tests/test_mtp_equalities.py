@@ -43,9 +43,9 @@ def common(model: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def jobs() -> list[Job]:
     found = []
-    for job in random_jobs(20, vocab_size=300, seed=3, max_prompt=200, max_output=40):
+    for job in random_jobs(24, vocab_size=300, seed=3, max_prompt=120, max_output=100):
         params = msgspec.structs.replace(job.params, logprobs=2, stop=None, ignore_eos=True)
-        found.append(replace(job, params=params, arrives_at_step=job.arrives_at_step // 8))
+        found.append(replace(job, params=params, arrives_at_step=job.arrives_at_step // 16))
     return found
 
 
@@ -72,7 +72,7 @@ def test_drafts_of_a_head_change_no_bit(model, jobs, expected, settings):
         assert_same_bits(jobs, run(engine, jobs), expected)
         assert_same_bits(jobs, run(engine, jobs, aborts=False), expected, aborts=False)
         metrics = engine.call_utility("get_metrics")
-        assert metrics["num_accepted_tokens"] > 0.3 * metrics["num_draft_tokens"] > 30
+        assert metrics["num_accepted_tokens"] > 0.1 * metrics["num_draft_tokens"] > 30
         assert (metrics["num_preemptions"] > 0) == (settings.items() >= FEW.items())
         engine.call_utility("check_integrity")
 
@@ -94,7 +94,8 @@ def test_completions_of_one_prompt_and_drafts_of_one_native_call(model):
     assert answers[0] == answers[1]
 
 
-def test_a_stream_continues_on_another_engine(model):
+def test_a_stream_continues_on_another_engine(tmp_path):
+    model = str(save_with_head(tmp_path, "qwen3_5_text", "bfloat16", is_right=True))
     params = SamplingParams(
         temperature=0.8,
         seed=4,

@@ -253,7 +253,7 @@ class MTPHead(DraftHead):
         return [self.layer.self_attn]
 
     def weights(self) -> Weights:
-        """Names as in ipc/models/mtp_heads.py."""
+        """Names as in ipc/models/draft_heads.py."""
         yield from self.fc.weights("")
         for norm in (self.token_norm, self.hidden_norm, self.norm):
             yield from norm.weights("")

@@ -4,7 +4,7 @@ Must not know: how a head computes, requests.
 
 It reads EAGLE-3 as its authors and SpecForge write it: fc, midlayer, norm, lm_head, and d2t, which
 maps the head's tokens to the model's. It reads multi-token prediction under the names of
-ipc/models/mtp_heads.py.
+ipc/models/draft_heads.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.json_files import check_regular_file
-from ...ipc.models.mtp_heads import HeadNames
+from ...ipc.models.draft_heads import HeadNames
 from ...ipc.models.quantization_config import CheckpointQuantization
 from .load_times import LoadTimes
 from .loader import Fill as LoaderFill

@@ -5,12 +5,14 @@ Must not know: how drafts are made, torch.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ...ipc.config import EngineConfig, ModelConfig, SpeculativeConfig, resolved
 from ...ipc.errors import InvalidParameterError, ModelLoadError
+from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.gguf import is_gguf
 from ...ipc.models.rope_config import model_context
 from ..model_info.model_files import find_model_directory, read_hf_config
@@ -92,6 +94,8 @@ def _draft_model_config(
         )
     if wanted.method in HEADS and is_gguf(directory):
         raise InvalidParameterError(OPTION, f"model: a head is in safetensors files, got {name}")
+    if wanted.method == "mtp":
+        _check_mtp(directory, target)
     longest = resolved(target.max_model_len)
     return msgspec.structs.replace(
         target,
@@ -107,3 +111,23 @@ def _draft_model_config(
         pooler_config=None,
         pooling=None,
     )
+
+
+def _check_mtp(directory: Path, target: ModelConfig) -> None:
+    """Raises InvalidParameterError for a model whose heads for multi-token prediction are unknown,
+    and ModelLoadError for files in `directory` that have none.
+    """
+    # know all architectures, which a help text does not need
+    from ...ipc.models.architectures import ARCHITECTURES
+    from ...ipc.models.draft_heads import find_head, why_no_head
+    from ...ipc.models.fallback_architectures import parse_model
+
+    try:
+        _, architecture, shape = parse_model(target.hf_config, target.model_impl)
+    except ModelLoadError:
+        return  # of a plugin: the engine knows it
+    if not isinstance(shape, DecoderConfig):
+        raise InvalidParameterError(OPTION, "needs a model that generates text")
+    if reason := why_no_head(ARCHITECTURES.get(architecture), shape):
+        raise InvalidParameterError(OPTION, f"method mtp is not offered for {reason}")
+    find_head(directory, shape.num_hidden_layers)

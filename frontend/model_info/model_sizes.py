@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...ipc.models.architectures import BESIDE_NORMS, ENCODERS, NATIVE, Architecture
-from ...ipc.models.checkpoint import read_stored_weights
+from ...ipc.models.architectures import (
+    ARCHITECTURES,
+    BESIDE_NORMS,
+    ENCODERS,
+    NATIVE,
+    Architecture,
+)
+from ...ipc.models.checkpoint import find_weight_files, read_header, read_stored_weights
 from ...ipc.models.decoder_config import DecoderConfig
+from ...ipc.models.draft_heads import eagle3_config, head_config, head_shapes
 from ...ipc.models.encoder_config import EncoderConfig
 from ...ipc.models.fallback_architectures import TRANSFORMERS, parse_model
 from ...ipc.models.gguf import is_gguf, read_gguf
@@ -76,15 +83,18 @@ class ModelSizes:
         wider = self.num_fp32 * (DTYPE_BYTES["float32"] - DTYPE_BYTES[dtype])
         if quantization is None:
             return self.num_parameters * DTYPE_BYTES[dtype] + wider
-        linears = [
-            (shape, QUANTIZATION_BITS[quantization])
-            for shape in _linear_shapes(self.config, self.architecture)
-        ]
+        linears = [(shape, QUANTIZATION_BITS[quantization]) for shape in self.linear_shapes()]
         if self.config.has_lm_head:
             linears.append(((self.config.vocab_size, self.config.hidden_size), HEAD_BITS))
         rest = self.num_parameters - sum(rows * columns for (rows, columns), _ in linears)
         packed = sum(quantized_bytes(*shape, bits) for shape, bits in linears)
         return rest * DTYPE_BYTES[dtype] + wider + packed
+
+    def linear_shapes(self) -> list[tuple[int, int]]:
+        """Returns (rows, columns) of every linear layer's weight as merged by
+        executor/models/layers.py, without the head.
+        """
+        return _linear_shapes(self.config, self.architecture)
 
     def experts_bytes(self, dtype: str, quantization: str | None = None) -> int:
         """Returns how many of weights_bytes the routed experts take, which engines may divide."""
@@ -115,6 +125,22 @@ class ModelSizes:
         return num_tokens * per_token + num_logits * (
             2 * config.vocab_size * 4 + SAMPLING_ROW_BYTES + pieces
         )
+
+
+@dataclass(frozen=True)
+class HeadSizes(ModelSizes):
+    """Sizes of a head that drafts, without the embedding and output head that are the model's."""
+
+    linears: tuple[tuple[int, int], ...]
+    num_states: int  # [tokens of a pass, hidden_size] each, which count as weights
+
+    def linear_shapes(self) -> list[tuple[int, int]]:
+        """See ModelSizes."""
+        return list(self.linears)
+
+    def states_bytes(self, dtype: str, num_rows: int) -> int:
+        """Returns the bytes of the states for passes of so many tokens."""
+        return self.num_states * num_rows * self.config.hidden_size * DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True)
@@ -166,13 +192,58 @@ def measure_model(
         return StoredSizes(architecture, config, num_parameters, 0, shapes, kept)
     row = NATIVE[architecture]
     shapes = row.weight_shapes(config)  # type: ignore[arg-type]
-    fp32 = [shape for name, shape in shapes.items() if name.endswith(_FP32_VECTORS)]
-    if config.fp32_norms and isinstance(row, Architecture):
-        fp32 += [shapes[name] for name in _norms_of_layers(row, shapes)]
-    fp32 += [shape for layer in config.head for _, shape in layer.shapes()]
-    fp32 += [shape for name, shape in shapes.items() if "relative_attention_bias" in name]
-    num_fp32 = sum(map(prod, fp32))
+    norms = _norms_of_layers(row, shapes) if isinstance(row, Architecture) else []
+    num_fp32 = _count_fp32(config, shapes, norms)
+    num_fp32 += sum(prod(shape) for layer in config.head for _, shape in layer.shapes())
     return ModelSizes(architecture, config, sum(map(prod, shapes.values())), num_fp32)
+
+
+def measure_mtp_head(hf_config: dict[str, Any]) -> HeadSizes:
+    """Returns the sizes of the head for multi-token prediction of a model with this config.json.
+
+    Raises ModelLoadError for a model that the engine would reject.
+    """
+    _, architecture, config = parse_model(hf_config)
+    row = ARCHITECTURES[architecture]
+    assert isinstance(config, DecoderConfig)
+    shapes, own = head_shapes(row, config), replace(head_config(config), has_lm_head=False)
+    num_fp32, size = _count_fp32(own, shapes, _norms_of_layers(row, shapes)), own.hidden_size
+    linears = *_linear_shapes(own, architecture), *[(size, size)] * 2
+    num_parameters = sum(map(prod, shapes.values()))
+    return HeadSizes(architecture, own, num_parameters, num_fp32, linears, num_states=1)
+
+
+def measure_eagle3(hf_config: dict[str, Any], directory: Path) -> HeadSizes:
+    """Returns the sizes of a head of EAGLE-3. `directory` has its weights, whose headers say
+    whether it has biases.
+
+    Raises ModelLoadError for a head that the engine would reject.
+    """
+    config = replace(eagle3_config(hf_config), has_lm_head=False)
+    size, inner = config.hidden_size, config.intermediate_size
+    queries = config.num_attention_heads * config.head_dim
+    rows = queries + 2 * config.num_key_value_heads * config.head_dim
+    num_known = hf_config.get("draft_vocab_size") or config.vocab_size
+    linears = (
+        *[(size, size)] * 3,
+        *[(rows, size)] * 2,
+        *((size, queries), (2 * inner, size), (size, inner), (num_known, size)),
+    )
+    names = {name for path in find_weight_files(directory) for name in read_header(path)}
+    vectors = 4 * size + (rows if "midlayer.self_attn.q_proj.bias" in names else 0)
+    num_parameters = vectors + sum(map(prod, linears))
+    return HeadSizes("LlamaForCausalLM", config, num_parameters, 0, linears, num_states=2)
+
+
+def _count_fp32(
+    config: DecoderConfig | EncoderConfig, shapes: Mapping[str, list[int]], norms: Iterable[str]
+) -> int:
+    """Counts the parameters that are fp32 in every dtype; norms: those of LayerFactory.norm."""
+    fp32 = [shape for name, shape in shapes.items() if name.endswith(_FP32_VECTORS)]
+    if config.fp32_norms:
+        fp32 += [shapes[name] for name in norms]
+    fp32 += [shape for name, shape in shapes.items() if "relative_attention_bias" in name]
+    return sum(map(prod, fp32))
 
 
 def _norms_of_layers(row: Architecture, names: Iterable[str]) -> list[str]:

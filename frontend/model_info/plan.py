@@ -17,6 +17,7 @@ from ...ipc.config import CacheConfig, EngineConfig, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.machine import free_memory_bytes, total_memory_bytes
 from ...ipc.models.architectures import NATIVE
+from ...ipc.models.draft_heads import head_rows
 from ...ipc.models.expert_parallel import shares_experts
 from ...ipc.models.gguf import is_gguf, read_gguf
 from ...ipc.models.gguf_weights import DTYPE_BYTES, check_gguf_tensors, weights_in_memory
@@ -45,7 +46,9 @@ from .model_sizes import (
     kv_bytes_by_layer,
     kv_bytes_per_token,
     largest_head_dim,
+    measure_eagle3,
     measure_model,
+    measure_mtp_head,
 )
 
 # A GPU needs this for the CUDA context and the cuBLAS workspace. It is an estimate, not a
@@ -335,16 +338,28 @@ def _flags_as_bfloat16(
 
 
 def _bytes_of_draft(config: EngineConfig) -> tuple[int, int]:
-    """Returns the bytes of the draft model's weights, and of its part of a KV-cache block. They are
-    0 without one.
+    """Returns the bytes of the weights of the model or head that drafts, and of its part of a
+    KV-cache block. They are 0 without one.
     """
-    drafting = config.scheduler_config.speculative_config
+    scheduling, cache_config = config.scheduler_config, config.cache_config
+    drafting = scheduling.speculative_config
     if drafting is None or (draft := drafting.draft_model_config) is None:
         return 0, 0
-    sizes = measure_model(draft.hf_config, draft.model, draft.model_impl)
-    weights_bytes, _ = weights_in_engine(msgspec.structs.replace(config, model_config=draft), sizes)
-    cache_config = config.cache_config
-    per_token = kv_bytes_per_token(sizes.config, draft.dtype, cache_config.kv_cache_dtype)
+    if drafting.method == "draft_model":
+        sizes = measure_model(draft.hf_config, draft.model, draft.model_impl)
+        shape = sizes.config
+        of_draft = msgspec.structs.replace(config, model_config=draft)
+        weights_bytes, _ = weights_in_engine(of_draft, sizes)
+    else:
+        head = (
+            measure_mtp_head(draft.hf_config)
+            if drafting.method == "mtp"
+            else measure_eagle3(draft.hf_config, Path(draft.model))
+        )
+        weights_bytes = head.weights_bytes(draft.dtype, draft.quantization)
+        weights_bytes += head.states_bytes(draft.dtype, head_rows(scheduling))
+        shape = head.config
+    per_token = kv_bytes_per_token(shape, draft.dtype, cache_config.kv_cache_dtype)
     return weights_bytes, per_token * cache_config.block_size
 
 

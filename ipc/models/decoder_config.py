@@ -317,7 +317,7 @@ class DecoderConfig:
     # Attention is over latent vectors. head_dim is then the size of a token in the cache, and
     # num_key_value_heads is 1.
     latent: LatentConfig | None = None
-    # layers in the files, after the model's, that predict further tokens (mtp_heads.py)
+    # layers in the files, after the model's, that predict further tokens (draft_heads.py)
     num_nextn_predict_layers: int = 0
     use_qk_norm: bool = False  # of attention, where the architecture leaves it to config.json
     # for each layer: how many positions a token attends to, including its own; 0: all before it

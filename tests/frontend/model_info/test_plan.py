@@ -27,8 +27,10 @@ from quire.frontend.model_info.plan import (
 )
 from quire.ipc.errors import NotEnoughMemoryError
 from quire.ipc.models.memory_plan import free_of_share
+from quire.tests.bundled_model.heads import trained
 from quire.tests.executor.driver import start_executor
 from quire.tests.frontend.cli.command import call
+from quire.tests.mtp_checkpoints import save_with_head
 from quire.tests.tiny_encoders import save_tiny_encoder
 from quire.tests.tiny_models import GEMMA4_EXPERTS, save_tiny_model
 
@@ -113,6 +115,31 @@ def test_the_engine_allocates_what_the_plan_predicts(
     assert (stated.dtype, stated.max_model_len) == (
         ready.config.model_config.dtype,
         ready.config.model_config.max_model_len,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("qwen3_5_text", {}),
+        ("qwen3_5_moe_text", {"quantization": "int8", "kernels": SLOW, "dtype": "float32"}),
+        ("glm4_moe_lite", {"dtype": "bfloat16"}),
+        ("eagle3", {"max_num_seqs": 7, "max_num_batched_tokens": 100}),
+    ],
+)
+def test_heads_that_draft_are_counted(kind: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+    drafting: dict[str, Any] = {"method": "mtp"}
+    if kind == "eagle3":
+        model, drafting = "bundled", {"method": kind, "model": trained(kind)}
+    else:
+        model = str(save_with_head(tmp_path, kind))
+    arguments = arguments | {"speculative_config": drafting | {"adaptive": False}}
+    stated = plan(model, **arguments)
+    with LLM(model, engine="inproc", **arguments) as llm:
+        [usage] = llm.collective_rpc("memory_usage")
+    assert (stated.weights_bytes, stated.kv_cache_bytes) == (
+        usage["weights_bytes"],
+        usage["kv_cache_bytes"],
     )
 
 

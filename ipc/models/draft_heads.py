@@ -1,22 +1,28 @@
-"""Heads for multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3): which models may draft with
-one, under which names a checkpoint has one, and how large it is.
+"""Heads that draft: which models may have them, under which names a checkpoint has one, and how
+large it is.
 
 Must not know: torch, tensors' values, how a head computes, requests.
 
-A head is a layer of the model's kind after a projection of two inputs, each with a norm. Its
-tensors have these names here: fc, token_norm, hidden_norm, norm, and those of the layer.
+A head for multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3) is a layer of the model's kind
+after a projection of two inputs, each with a norm. Its tensors have these names here: fc,
+token_norm, hidden_norm, norm, and those of the layer. A head of EAGLE-3 (Li et al. 2025) is a layer
+of Llama's kind.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..config import SchedulerConfig, resolved
 from ..errors import ModelLoadError
 from .architectures import PRE_NORMS, Architecture
 from .checkpoint import find_weight_files, read_header
-from .decoder_config import DecoderConfig, LayerConfig
+from .decoder_config import DecoderConfig, LayerConfig, parse_decoder_config
+
+# keys of layers; a head sees the whole context
+_OF_LAYERS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
 
 
 class HeadNames(NamedTuple):
@@ -82,11 +88,11 @@ def scaled_outputs(config: DecoderConfig) -> str:
 
 
 def why_no_head(row: Architecture | None, config: DecoderConfig) -> str:
-    """Says which models do not draft with such a head; empty where this one does. row: of its
-    architecture, if there is one.
+    """Says which models do not draft with a head for multi-token prediction; empty where this one
+    does. row: of its architecture, if there is one.
     """
     if row is None:
-        return "an architecture that a class of a plugin makes"
+        return "models in transformers' code or of a plugin's class"
     if row.norms != PRE_NORMS or config.residual_scale != 1.0:
         return f"{row.model_type}, whose layers have other norms or scales than known heads"
     return scaled_outputs(config)
@@ -115,3 +121,21 @@ def head_shapes(row: Architecture, config: DecoderConfig) -> dict[str, list[int]
     return shapes | {
         f"layer.{name}": shape for name, shape in row.layer_shapes(head_config(config), 0)
     }
+
+
+def eagle3_config(hf_config: dict[str, Any]) -> DecoderConfig:
+    """Parses the config.json of a head of EAGLE-3. Raises ModelLoadError, naming the key, for one
+    that is missing, out of range or unsupported.
+    """
+    own = {key: hf_config[key] for key in hf_config if key not in _OF_LAYERS}
+    honours = "attention_bias", "mlp_bias", "is_causal"
+    return parse_decoder_config(own | {"num_hidden_layers": 1}, honours=honours)
+
+
+def head_rows(scheduling: SchedulerConfig) -> int:
+    """The most tokens of a head's pass: those of the model's pass, and those that each request has
+    held back.
+    """
+    drafts = resolved(scheduling.speculative_config).num_speculative_tokens
+    most_tokens = resolved(scheduling.max_num_batched_tokens)
+    return most_tokens + scheduling.max_num_seqs * (drafts + 1)

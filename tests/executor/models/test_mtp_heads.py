@@ -1,0 +1,151 @@
+"""Heads for multi-token prediction, of models with states, experts or latent attention: their
+logits against the same in torch, and the files that have them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quire import LLM, SamplingParams
+from quire.ipc.errors import InvalidParameterError, ModelLoadError
+from quire.tests.mtp_checkpoints import QWEN, TorchHead, save_with_head
+from quire.tests.tiny_models import save_tiny_model
+from safetensors.torch import load_file, save_file
+
+KINDS = (*QWEN, "deepseek_v3", "glm4_moe_lite", "glm4_moe")
+DRAFTING = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPTS = [{"prompt_token_ids": list(range(start, end))} for start, end in ((20, 60), (90, 101))]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = save_with_head(tmp_path_factory.mktemp(kind), kind)
+        return made[kind]
+
+    return of
+
+
+def make_llm(directory: Path, **settings: Any) -> LLM:
+    own = {"dtype": "float32", "num_threads": 1, "max_model_len": 256}
+    return LLM(str(directory), engine="inproc", speculative_config=DRAFTING, **own | settings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_drafts_are_those_of_the_same_head_in_torch(kind, checkpoint, monkeypatch):
+    """Of two requests in chunks, beside each other."""
+    directory = checkpoint(kind)
+    with make_llm(directory, max_num_batched_tokens=13) as llm:
+        runner = llm.llm_engine.client._engine.core.executor.runner
+        drafter, seen, passes = runner.speculation.drafter, [], []
+
+        def watch_pass(inputs: Any) -> Any:
+            results = forward(inputs)
+            passes.append((inputs.slots.tolist(), results[1].clone()))
+            return results
+
+        def watch(slots: Any, counts: Any, room: int) -> Any:
+            batch = runner.batch
+            known = [batch.token_ids[slot, : batch.num_tokens[slot]].tolist() for slot in slots]
+            passes.clear()
+            drafts = draft(slots, counts, room)
+            for slot, tokens, own in zip(slots, known, drafts):
+                if len(own):
+                    of_first_pass, logits = passes[0]
+                    seen.append((tokens, own.tolist(), logits[of_first_pass.index(slot)]))
+            return drafts
+
+        forward, draft = drafter.passes.forward, drafter.draft
+        monkeypatch.setattr(drafter.passes, "forward", watch_pass)
+        monkeypatch.setattr(drafter, "draft", watch)
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    head = TorchHead(directory)
+    assert len(seen) > 10
+    for known, drafts, logits in seen:
+        expected, of_first = head.drafts(known, len(drafts))
+        torch.testing.assert_close(logits, of_first, rtol=1e-4, atol=1e-4)
+        assert drafts == expected
+
+
+def answers(directory: Path, **settings: Any) -> tuple[list[list[int]], int]:
+    with make_llm(directory, **settings) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        return [row.outputs[0].token_ids for row in outputs], llm.get_metrics()["num_drafts"]
+
+
+def changed(directory: Path, to: Path, change: Any) -> Path:
+    """A copy of a checkpoint, whose tensors `change` replaces."""
+    shutil.copytree(directory, to)
+    tensors = load_file(to / "model.safetensors")
+    save_file(change(tensors), to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def test_experts_of_a_head_may_lie_in_one_tensor(checkpoint, tmp_path):
+    def stack(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        start = "mtp.layers.0.mlp.experts."
+        own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(start)}
+
+        def all_of(part: str) -> torch.Tensor:
+            return torch.stack([own[f"{start}{i}.{part}.weight"] for i in range(len(own) // 3)])
+
+        both = torch.cat([all_of("gate_proj"), all_of("up_proj")], 1)
+        return tensors | {f"{start}gate_up_proj": both, f"{start}down_proj": all_of("down_proj")}
+
+    directory = checkpoint("qwen3_5_moe_text")
+    stacked = changed(directory, tmp_path / "stacked", stack)
+    assert answers(stacked) == answers(directory)
+
+
+def test_a_multimodal_checkpoint_has_a_head_beside_its_text_part(checkpoint, tmp_path):
+    directory = checkpoint("qwen3_5_text")
+
+    def place(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            re.sub(r"^model\.", "model.language_model.", name): tensor
+            for name, tensor in tensors.items()
+        } | {"model.visual.patch_embed.weight": torch.ones(3, 3)}
+
+    whole = changed(directory, tmp_path / "whole", place)
+    text = json.loads((whole / "config.json").read_text())
+    architectures = ["Qwen3_5ForConditionalGeneration"]
+    config = {"architectures": architectures, "model_type": "qwen3_5", "text_config": text}
+    (whole / "config.json").write_text(json.dumps(config))
+    expected, num_drafts = answers(directory)
+    assert answers(whole) == (expected, num_drafts)
+    assert num_drafts > 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda name: not name.startswith("mtp."), "has no head for multi-token prediction"),
+        (lambda name: "layers.0.mlp.up_proj" not in name or "mtp" not in name, "no file has the"),
+    ],
+)
+def test_files_that_lack_a_head_are_refused(change, words, checkpoint, tmp_path):
+    def keep(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if change(name)}
+
+    with pytest.raises(ModelLoadError, match=words):
+        make_llm(changed(checkpoint("qwen3_5_text"), tmp_path / "model", keep))
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "gemma3_text"])
+def test_models_whose_heads_are_unknown_are_refused_by_name(kind, tmp_path):
+    directory = save_tiny_model(tmp_path / kind, kind)
+    with pytest.raises(
+        InvalidParameterError, match=f"method mtp is not offered for {kind}"
+    ) as found:
+        make_llm(directory)
+    assert found.value.parameter == "speculative_config"

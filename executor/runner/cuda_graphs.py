@@ -13,6 +13,7 @@ tokens with a context of one and store nothing.
 
 from __future__ import annotations
 
+import gc
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
@@ -238,6 +239,16 @@ class CudaCapture:
                 function()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            results = function()
+        # A capture fails if anything else calls CUDA in its way: what other threads do does not
+        # count, and no garbage collection may free another engine's memory meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            was_enabled = gc.isenabled()
+            gc.disable()
+            try:
+                results = function()
+            finally:
+                if was_enabled:
+                    gc.enable()
         return graph.replay, results

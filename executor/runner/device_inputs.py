@@ -209,7 +209,8 @@ class DeviceInputMaker:
             columns["logits_indices"] = layout.logits_indices()
             columns["sampled_slots"] = slots[layout.sampled_rows]
         if self._states is not None:
-            columns["last_positions"] = self.tables.batch.num_tokens[layout.slots] - 1
+            # a device computes no drafts: what a pass computes is known
+            columns["last_positions"] = layout.seq_lens.astype(np.int64) - 1
             columns["copy_positions"] = self._states.copy_positions[layout.slots]
             columns["copy_places"] = self._states.copy_places[layout.slots]
         return columns

@@ -87,10 +87,10 @@ def check_close(
     results, truth = case.run(implementation.function), case.truth(torch.float64)
     for result, expected in zip(results, truth, strict=True):
         assert result.shape == expected.shape and result.dtype == dtype, case.name
+    size = error(truth, tuple(torch.zeros_like(t) for t in truth))
     if dtype == torch.float32:
-        assert error(results, truth) < 1e-6, case.name
+        assert error(results, truth) < 1e-6 * max(1.0, size), case.name
     else:
-        size = error(truth, tuple(torch.zeros_like(t) for t in truth))
         assert error(results, truth) <= 1.5 * max(
             error(case.truth(dtype), truth), rounding * size
         ), case.name
@@ -329,7 +329,7 @@ def test_rotated_keys_are_rounded_once_more(dtype, implementation):
         query, *caches = case.run(implementation.function)
         expected_query, *expected = plain.run(implementation.function)
         # a norm's sum may have another order in a kernel for another cache: last bits in fp32
-        torch.testing.assert_close(query, expected_query, rtol=5e-7, atol=1e-9)
+        torch.testing.assert_close(query, expected_query, rtol=5e-7, atol=1e-6)
         for cache, expected_cache in zip(caches, expected, strict=True):
             assert cache.dtype == FP8 and same_fp8(cache, nearest_fp8(expected_cache)), case.name
 

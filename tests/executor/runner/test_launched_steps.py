@@ -73,9 +73,14 @@ def copies() -> LateCopies:
     return LateCopies()
 
 
+@pytest.fixture(scope="module", params=["qwen2", "qwen3_next"])  # the second keeps states
+def kind(request) -> str:
+    return request.param
+
+
 @pytest.fixture(params=["eager", "graphs"])
-def executor(tiny, copies, request) -> Worker:
-    executor = start_executor(tiny("qwen2"), max_num_seqs=5)
+def executor(tiny, kind, copies, request) -> Worker:
+    executor = start_executor(tiny(kind), max_num_seqs=5)
     keep_state_on_device(executor, copies)
     copies.forget()
     if request.param == "graphs":
@@ -84,8 +89,8 @@ def executor(tiny, copies, request) -> Worker:
 
 
 @pytest.fixture(scope="module")
-def plain(tiny) -> Worker:
-    return start_executor(tiny("qwen2"), max_num_seqs=5)
+def plain(tiny, kind) -> Worker:
+    return start_executor(tiny(kind), max_num_seqs=5)
 
 
 def alone(plain: Worker, prompt: list[int], params: SamplingParams, count: int) -> list[int]:

@@ -123,12 +123,12 @@ class TensorGroup:
         return total.view(x.shape).to(dtype)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """x [R, widths[rank]] f32 of each rank -> [R, sum of widths], side by side."""
+        """x [R, widths[rank]] of each rank -> [R, sum of widths] of the same dtype, side by side."""
         assert self._exchange is not None
         if is_recording():
             assert self._recorded is not None
             return self._recorded.all_gather(x, widths)
-        gathered = torch.empty(len(x), sum(widths), dtype=torch.float32, device=x.device)
+        gathered = torch.empty(len(x), sum(widths), dtype=x.dtype, device=x.device)
         widest = max(widths)
         num_rows = max(1, PART_FLOATS // widest)
         for begin in range(0, len(x), num_rows):

@@ -61,9 +61,16 @@ class Attention:
         self.gate_proj = make.linear(config.hidden_size, of_heads) if is_by_head else None
         if not own.has_values:
             del shards["v_proj"]
+        orders = {}
         if is_merged:
             shards = {"qkv_proj": q_rows + 2 * kv_rows}
-        self.qkv_proj = make.linear(config.hidden_size, shards, qkv_bias, unit=self.head_dim)
+            if make.is_divided:
+                rows = torch.arange(q_rows + 2 * kv_rows).split((q_rows, kv_rows, kv_rows))
+                heads = config.num_attention_heads, own.num_kv_heads, own.num_kv_heads
+                orders = {"qkv_proj": make.kept_rows(*zip(rows, heads))}
+        self.qkv_proj = make.linear(
+            config.hidden_size, shards, qkv_bias, unit=self.head_dim, orders=orders
+        )
         self.o_proj = make.row_linear(names.o_proj, q_rows, config.hidden_size, o_bias)
         q_size, k_size = (q_rows, kv_rows) if qk_norm_whole else (self.head_dim, self.head_dim)
         self.q_norm = make.norm(names.q_norm, q_size, config) if qk_norm else None
@@ -234,10 +241,13 @@ class GatedMLP:
         """size: the inner size; the default is the config's intermediate_size."""
         self.name = names.mlp
         size = size or config.layer(layer).intermediate_size
-        shards = {names.gate: size, names.up: size}
+        shards, orders = {names.gate: size, names.up: size}, {}
         if merged := "gate_up_proj" if is_merged else names.gate_up:
             shards = {merged: 2 * size}
-        self.gate_up_proj = make.linear(config.hidden_size, shards, bias)
+            if make.is_divided:
+                of_parts = ((rows, size) for rows in torch.arange(2 * size).split(size))
+                orders = {merged: make.kept_rows(*of_parts)}
+        self.gate_up_proj = make.linear(config.hidden_size, shards, bias, orders=orders)
         self.down_proj = make.row_linear(names.down, size, config.hidden_size, bias)
         self.activate = getattr(make.ops, f"{config.activation}_and_mul")
         self.scale, (self._gate_scale, self._out_scale) = make.ops.scale, config.mlp_scales

@@ -85,8 +85,9 @@ class MixtureOfExperts:
         width = hidden_size
         if self.config.latent_size:
             width = self.config.latent_size
-            self.latent_in = make.linear(hidden_size, {names.latent_in: width})
-            self.latent_out = make.linear(width, {names.latent_out: hidden_size})
+            latent_in, latent_out = {names.latent_in: width}, {names.latent_out: hidden_size}
+            self.latent_in = make.linear(hidden_size, latent_in, is_divided=False)
+            self.latent_out = make.linear(width, latent_out, is_divided=False)
         self.own = make.own_experts(self.config.count)
         shards = {names.up: size} if names.gate is None else {names.gate: size, names.up: size}
         self.gate_up = [make.linear(width, shards, bias, takes_adapters=False) for _ in self.own]

@@ -195,16 +195,23 @@ class LayerFactory:
         Under tensor parallelism a rank keeps a part of the rows of every shard, in whole units (the
         rows of a head). Where a shard has fewer units than there are ranks, several ranks have the
         same unit. takes_adapters: whether LoRA applies, where the model's layers have adapters.
-        orders: of shards whose rows the checkpoint has in another order. They are not divided among
-        ranks, and take no adapters. is_divided: if not, every rank keeps all rows.
+        orders: which rows of a shard this rank keeps (kept_rows), where that is not a whole range.
+        Such a layer takes no adapters. is_divided: if not, every rank keeps all rows.
         """
         group = self.group if is_divided else ALONE
-        ranges = {name: group.range_of(rows, unit) for name, rows in shards.items()}
-        own = {name: end - begin for name, (begin, end) in ranges.items()}
-        rows, parts = sum(own.values()), [orders.get(name) for name in shards] if orders else []
-        if group.size > 1:
-            parts = [Slice(0, *ranges[name], shards[name]) for name in shards]
+        own: dict[str, int] = {}
+        parts: list[Slice | RowOrder | None] = []
+        for name, count in shards.items():
+            order = orders.get(name)
+            if order is not None:
+                own[name] = len(order.rows)
+                parts.append(order)
+                continue
+            begin, end = group.range_of(count, unit)
+            own[name] = end - begin
+            parts.append(Slice(0, begin, end, count) if group.size > 1 else None)
         takes_adapters = takes_adapters and not orders
+        rows = sum(own.values())
         weight = self.parameter(rows, in_features)
         return Linear(
             own,
@@ -214,6 +221,25 @@ class LayerFactory:
             self._adapters(in_features, list(own.values())) if takes_adapters else None,
             parts,
         )
+
+    def kept_rows(self, *parts: tuple[torch.Tensor, int]) -> RowOrder:
+        """Which rows this rank keeps of a tensor that consists of `parts`: of each part the stored
+        rows, head by head, and the number of heads, which are divided as in `share`.
+        """
+        kept = []
+        for rows, num_heads in parts:
+            begin, end = self.group.range_of(len(rows), len(rows) // num_heads)
+            kept.append(rows[begin:end])
+        return RowOrder(torch.cat(kept), sum(len(rows) for rows, _ in parts))
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether there are several ranks, which have parts of layers."""
+        return self.group.size > 1
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the columns [T, N / ranks] of all ranks side by side: [T, N]."""
+        return self.group.all_gather(x, [x.shape[1]] * self.group.size)
 
     def row_linear(
         self,

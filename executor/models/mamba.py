@@ -5,14 +5,14 @@ Must not know: architectures, files, requests, how a layer with weights is made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 
-from ...ipc.errors import InvalidParameterError
 from ...ipc.models.mamba_config import Mamba2Config
 from ...kernels.ops import AttentionMetadata
+from ..weights.table import RowOrder, kept_part
 from .layers import LayerFactory, Weights
 
 
@@ -25,35 +25,43 @@ class Mamba2Mixer:
     """
 
     def __init__(self, make: LayerFactory, hidden_size: int, mixer: Mamba2Config):
-        if make.group.size > 1:
-            raise InvalidParameterError(
-                "tensor_parallel_size",
-                f"must be 1 for layers of Mamba 2, which are not divided, got {make.group.size}",
-            )
-        self.config, self.ops = mixer, make.ops
-        num_heads, fp32 = mixer.num_heads, torch.float32
+        self.config = own = mixer.of_rank(make.group.size)
+        self.ops = make.ops
+        num_heads, fp32 = own.num_heads, torch.float32
+        self._orders = kept_rows(make, mixer) if make.is_divided else {}
+        in_proj = {name: rows for name, rows in self._orders.items() if name == "in_proj"}
         rows = {"in_proj": sum(mixer.part_sizes)}
-        self.in_proj = make.linear(hidden_size, rows, mixer.has_in_bias)
-        self.conv_weight = make.parameter(mixer.conv_size, 1, mixer.kernel_size)
-        self.conv_bias = make.parameter(mixer.conv_size) if mixer.has_conv_bias else None
+        self.in_proj = make.linear(hidden_size, rows, mixer.has_in_bias, orders=in_proj)
+        self.conv_weight = make.parameter(own.conv_size, 1, mixer.kernel_size)
+        self.conv_bias = make.parameter(own.conv_size) if mixer.has_conv_bias else None
         self.a_log, self.d, self.dt_bias = (
             make.parameter(num_heads, dtype=fp32),
             make.parameter(num_heads, dtype=fp32),
             make.parameter(num_heads, dtype=fp32),
         )
-        self.norm_weight = make.parameter(mixer.inner_size) if mixer.has_norm else None
+        # The features of a group are normed together. Where ranks have parts of a group, each norms
+        # all of them.
+        self._group_size = mixer.inner_size // mixer.num_groups
+        self._gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+        if mixer.has_norm and own.inner_size < self._group_size:
+            self._gather = make.gather
+            del self._orders["norm.weight"]
+        begin = make.group.rank * own.inner_size
+        self._features = slice(begin, begin + own.inner_size)  # of this rank
+        num_normed = own.inner_size if self._gather is None else mixer.inner_size
+        self.norm_weight = make.parameter(num_normed) if mixer.has_norm else None
         self.out_proj = make.row_linear(
             "out_proj", mixer.inner_size, hidden_size, mixer.has_out_bias
         )
         # Factors multiply activations and not weights: a weight may be packed in few bits, and one
         # in bf16 would be rounded again.
-        ends = list(accumulate(mixer.part_sizes))
+        ends = list(accumulate(own.part_sizes))
         self._scaled_parts = [
             (end - size, end, scale)
-            for size, end, scale in zip(mixer.part_sizes, ends, mixer.part_scales)
+            for size, end, scale in zip(own.part_sizes, ends, own.part_scales)
             if scale != 1.0
         ]
-        self.state_parts = mixer.state_parts
+        self.state_parts = own.state_parts
         # [places, kernel_size - 1, channels] and [places, heads, head_dim, state_size] fp32
         self.conv_state: torch.Tensor | None = None
         self.scan_state: torch.Tensor | None = None
@@ -94,10 +102,14 @@ class Mamba2Mixer:
         if self.norm_weight is None:
             gated = ops.multiply(out, z.view(heads), "silu").view(-1, inner)
         else:
-            size = inner // config.num_groups
+            out = out.view(-1, inner)
+            if self._gather is not None:
+                out, z = self._gather(out), self._gather(z)
             gated = ops.gated_rms_norm(
-                out.view(-1, inner), z, self.norm_weight, config.eps, size, config.gate_first
+                out, z, self.norm_weight, config.eps, self._group_size, config.gate_first
             )
+            if self._gather is not None:
+                gated = gated[:, self._features]
         out = self.out_proj(gated)
         if config.out_scale != 1.0:
             ops.scale(out, config.out_scale)
@@ -105,12 +117,33 @@ class Mamba2Mixer:
 
     def weights(self, prefix: str) -> Weights:
         yield from self.in_proj.weights(prefix)
-        yield f"{prefix}conv1d.weight", self.conv_weight
-        if self.conv_bias is not None:
-            yield f"{prefix}conv1d.bias", self.conv_bias
-        yield f"{prefix}A_log", self.a_log
-        yield f"{prefix}D", self.d
-        yield f"{prefix}dt_bias", self.dt_bias
-        if self.norm_weight is not None:
-            yield f"{prefix}norm.weight", self.norm_weight
+        for name, own in (
+            ("conv1d.weight", self.conv_weight),
+            ("conv1d.bias", self.conv_bias),
+            ("A_log", self.a_log),
+            ("D", self.d),
+            ("dt_bias", self.dt_bias),
+            ("norm.weight", self.norm_weight),
+        ):
+            if own is not None:
+                yield f"{prefix}{name}", kept_part(own, self._orders.get(name))
         yield from self.out_proj.weights(prefix)
+
+
+def kept_rows(make: LayerFactory, mixer: Mamba2Config) -> dict[str, RowOrder]:
+    """By the name of a tensor: the rows that this rank keeps, those of its heads and groups."""
+    num_heads, num_groups = mixer.num_heads, mixer.num_groups
+    heads = num_heads, num_heads, num_groups, num_groups, num_heads
+    rows = torch.arange(sum(mixer.part_sizes)).split(mixer.part_sizes)
+    of_parts = list(zip(rows, heads))
+    channels = [(part - mixer.inner_size, count) for part, count in of_parts[1:4]]
+    scalars = make.kept_rows((torch.arange(num_heads), num_heads))
+    return {
+        "in_proj": make.kept_rows(*of_parts),
+        "conv1d.weight": (of_channels := make.kept_rows(*channels)),
+        "conv1d.bias": of_channels,
+        "A_log": scalars,
+        "D": scalars,
+        "dt_bias": scalars,
+        "norm.weight": make.kept_rows(of_parts[0]),
+    }

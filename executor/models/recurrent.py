@@ -14,7 +14,7 @@ from ...ipc.models.mamba_config import Mamba2Config
 from ...ipc.models.mixers import GatedDeltaNetConfig, ShortConvConfig
 from ...ipc.models.state_layout import StatePart
 from ...kernels.ops import AttentionMetadata
-from ..weights.table import RowOrder
+from ..weights.table import RowOrder, kept_part
 from .layers import LayerFactory, Weights
 from .mamba import Mamba2Mixer
 
@@ -43,21 +43,32 @@ class GatedDeltaNet:
     """
 
     def __init__(self, make: LayerFactory, hidden_size: int, mixer: GatedDeltaNetConfig):
-        self.config, self.ops, self.state_parts = mixer, make.ops, mixer.state_parts
-        size, heads = hidden_size, mixer.num_value_heads
-        orders = rows_by_kind(mixer) if mixer.is_by_key_head else {}
-        gated, scalars = mixer.projections()
+        own = mixer.of_rank(make.group.size)
+        self.config, self.ops, self.state_parts = own, make.ops, own.state_parts
+        size, heads = hidden_size, own.num_value_heads
+        self._orders = orders = {
+            name: make.kept_rows(*parts)
+            for name, parts in stored_rows(mixer).items()
+            if make.is_divided or name in BY_KEY_HEAD  # else the tensor is as it is stored
+        }
         # adapters have the value heads in the order of safetensors files
-        options = {"orders": orders, "takes_adapters": not mixer.is_interleaved}
-        self.in_proj = make.linear(size, gated, **options)
-        self.in_proj_ba = make.linear(size, scalars, **options)
-        self.out_proj = make.linear(
-            mixer.value_size, {"out_proj": size}, takes_adapters=not mixer.is_interleaved
+        takes_adapters = not mixer.is_interleaved
+        self.in_proj, self.in_proj_ba = (
+            make.linear(
+                size,
+                shards,
+                takes_adapters=takes_adapters,
+                orders={name: orders[name] for name in shards if name in orders},
+            )
+            for shards in mixer.projections()
         )
-        self.conv1d = make.parameter(mixer.conv_size, 1, mixer.kernel_size)
+        self.out_proj = make.row_linear(
+            "out_proj", mixer.value_size, size, takes_adapters=takes_adapters
+        )
+        self.conv1d = make.parameter(own.conv_size, 1, own.kernel_size)
         self.a_log = make.parameter(heads, dtype=torch.float32)
         self.dt_bias = make.parameter(heads, dtype=torch.float32)
-        self.norm_weight = make.parameter(mixer.value_head_dim)
+        self.norm_weight = make.parameter(own.value_head_dim)
         self.bind_states([])
 
     def bind_states(self, parts: Sequence[torch.Tensor]) -> None:
@@ -102,48 +113,75 @@ class GatedDeltaNet:
     def weights(self, prefix: str) -> Weights:
         yield from self.in_proj.weights(prefix)
         yield from self.in_proj_ba.weights(prefix)
-        yield f"{prefix}conv1d.weight", self.conv1d
-        yield f"{prefix}A_log", self.a_log
-        yield f"{prefix}dt_bias", self.dt_bias
+        for name, own in (
+            ("conv1d.weight", self.conv1d),
+            ("A_log", self.a_log),
+            ("dt_bias", self.dt_bias),
+        ):
+            yield f"{prefix}{name}", kept_part(own, self._orders.get(name))
         yield f"{prefix}norm.weight", self.norm_weight
         yield from self.out_proj.weights(prefix)
 
 
-def rows_by_kind(config: GatedDeltaNetConfig) -> dict[str, RowOrder]:
-    """The order that puts rows of all queries first, then those of keys, values and gates, and
-    those of beta before decay, where the checkpoint has all rows of a key head together.
+# Tensors whose rows are those of one key head after another.
+BY_KEY_HEAD = ("in_proj_qkvz", "in_proj_ba")
+
+
+def stored_rows(config: GatedDeltaNetConfig) -> dict[str, list[tuple[torch.Tensor, int]]]:
+    """By the name of a tensor: the stored rows of its parts, head by head, and how many heads they
+    have. Rows of all queries come first, then those of keys, values and gates; those of beta before
+    those of decay.
     """
-    per_key = config.num_value_heads // config.num_key_heads
+    of_keys, of_values = config.num_key_heads, config.num_value_heads
+    per_key = of_values // of_keys
     values = per_key * config.value_head_dim
-    parts = {
-        "in_proj_qkvz": (config.key_head_dim, config.key_head_dim, values, values),
-        "in_proj_ba": (per_key, per_key),
+    channels = torch.arange(config.conv_size)
+    sizes = config.key_size, config.key_size, config.value_size
+    channels = list(zip(channels.split(sizes), (of_keys, of_keys, of_values)))
+    scalars = [(torch.arange(of_values), of_values)]
+    heads = of_keys, of_keys, of_values, of_values
+    together = _by_part(of_keys, (config.key_head_dim, config.key_head_dim, values, values))
+    return {
+        "in_proj_qkv": channels,
+        "in_proj_z": [(torch.arange(config.value_size), of_values)],
+        "in_proj_b": scalars,
+        "in_proj_a": scalars,
+        "in_proj_qkvz": list(zip(together, heads)),
+        "in_proj_ba": list(zip(_by_part(of_keys, (per_key, per_key)), heads[2:])),
+        "conv1d.weight": channels,
+        "A_log": scalars,
+        "dt_bias": scalars,
     }
-    return {name: _by_part(config.num_key_heads, sizes) for name, sizes in parts.items()}
 
 
-def _by_part(num_heads: int, sizes: tuple[int, ...]) -> RowOrder:
-    """sizes: of the parts of a head's rows."""
+def _by_part(num_heads: int, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    """The stored rows of each part, where a head's rows are neighbours. sizes: of a head's parts."""
     stored = torch.arange(num_heads * sum(sizes)).view(num_heads, -1)
-    return RowOrder(torch.cat([part.flatten() for part in stored.split(sizes, dim=1)]))
+    return [part.flatten() for part in stored.split(sizes, dim=1)]
 
 
 class ShortConv:
     """A causal convolution of a few tokens between two gates (LFM2; Liquid AI 2025)."""
 
     def __init__(self, make: LayerFactory, hidden_size: int, mixer: ShortConvConfig):
-        self.ops, self.state_parts = make.ops, mixer.state_parts
+        own = mixer.of_rank(make.group.size)
+        self.ops, self.state_parts = make.ops, own.state_parts
         size, has_bias = hidden_size, mixer.has_bias
-        self.in_proj = make.linear(size, {"in_proj": 3 * size}, has_bias)
-        self.out_proj = make.linear(size, {"out_proj": size}, has_bias)
-        self.conv = make.parameter(size, 1, mixer.kernel_size)
-        self.conv_bias = make.parameter(size) if has_bias else None
+        orders: dict[str, RowOrder] = {}
+        self._channels: RowOrder | None = None  # that this rank has, if not all
+        if make.is_divided:
+            channels = torch.arange(size)
+            self._channels = make.kept_rows((channels, size))
+            of_parts = ((channels + begin, size) for begin in (0, size, 2 * size))
+            orders["in_proj"] = make.kept_rows(*of_parts)
+        self.in_proj = make.linear(size, {"in_proj": 3 * size}, has_bias, orders=orders)
+        self.out_proj = make.row_linear("out_proj", size, size, has_bias)
+        self.conv = make.parameter(own.size, 1, mixer.kernel_size)
+        self.conv_bias = make.parameter(own.size) if has_bias else None
         self.bind_states([])
 
     def bind_states(self, parts: Sequence[torch.Tensor]) -> None:
-        """Makes [places, kernel_size - 1, hidden_size] its states. An empty list takes them
-        away.
-        """
+        """Makes [places, kernel_size - 1, channels] its states. An empty list takes them away."""
         (self.conv_state,) = parts or (None,)
 
     def __call__(
@@ -151,7 +189,7 @@ class ShortConv:
     ) -> torch.Tensor:
         """See Mixer."""
         ops, num_tokens = self.ops, len(x)
-        # a head of all features: [T, 1, hidden_size]
+        # a head of all channels: [T, 1, channels]
         before, after, value = self.in_proj(x).view(num_tokens, 3, -1).split(1, dim=1)
         gated = ops.multiply(value, before, "none").view(num_tokens, -1)
         kernel = self.conv.view(len(self.conv), -1)
@@ -161,9 +199,9 @@ class ShortConv:
 
     def weights(self, prefix: str) -> Weights:
         yield from self.in_proj.weights(prefix)
-        yield f"{prefix}conv.weight", self.conv
+        yield f"{prefix}conv.weight", kept_part(self.conv, self._channels)
         if self.conv_bias is not None:
-            yield f"{prefix}conv.bias", self.conv_bias
+            yield f"{prefix}conv.bias", kept_part(self.conv_bias, self._channels)
         yield from self.out_proj.weights(prefix)
 
 

@@ -29,15 +29,16 @@ class Slice(NamedTuple):
 
 
 class RowOrder(NamedTuple):
-    """The rows of a stored tensor, in another order."""
+    """The rows that a rank keeps of a stored tensor, all or some, in an order of its own."""
 
     rows: torch.Tensor  # [rows] i64: the stored row of each row
+    size: int  # the number of stored rows
 
     def of(self, stored: torch.Tensor) -> torch.Tensor:
         return stored[self.rows]
 
     def stored_shape(self, part: torch.Tensor) -> list[int]:
-        return list(part.shape)
+        return [self.size, *part.shape[1:]]
 
 
 class Weight(torch.Tensor):
@@ -78,3 +79,8 @@ def layer_of(tensor: torch.Tensor) -> Any:
 def stored_shape(tensor: torch.Tensor) -> list[int]:
     """The shape of the values for a tensor of the weight-name table. A rank may keep a part."""
     return tensor.stored_shape if isinstance(tensor, Weight) else list(tensor.shape)
+
+
+def kept_part(own: torch.Tensor, part: RowOrder | None) -> torch.Tensor:
+    """A tensor for the weight-name table, of which this rank keeps a part; None: all of it."""
+    return own if part is None else Weight(own, part=part)

@@ -206,15 +206,12 @@ def _states(plan: Plan) -> list[tuple[str, int, str]]:
     if (states := plan.states) is None:
         return []
     number, count = plan.num_engines * states.num_requests, states.num_checkpoints
+    of_one = plan.num_ranks * states.bytes_of_one
     return [
-        (
-            f"  states of {number:,} requests",
-            number * states.bytes_of_one,
-            f"{format_bytes(states.bytes_of_one)} each",
-        ),
+        (f"  states of {number:,} requests", number * of_one, f"{format_bytes(of_one)} each"),
         (
             "  checkpoints of states",
-            plan.num_engines * count * states.bytes_of_one,
+            plan.num_engines * count * of_one,
             f"at most, {count:,} of them (state_cache_memory_bytes)",
         ),
     ]

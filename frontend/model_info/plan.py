@@ -34,7 +34,7 @@ from ...ipc.models.memory_plan import (
 )
 from ...ipc.models.quantization_config import parse_quantization
 from ...ipc.models.quantized_tensors import saved_bytes
-from ...ipc.models.ranks import kv_share, num_ranks
+from ...ipc.models.ranks import kv_share, num_ranks, state_bytes_of_rank
 from ...ipc.models.resolve_pooling import positions_of
 from ...ipc.models.rope_config import model_context
 from ..engine_args import EngineArgs
@@ -63,7 +63,7 @@ NOT_COPIED = frozenset({"model", "max_model_len", "kv_cache_memory_bytes"})
 
 
 class States(msgspec.Struct, frozen=True):
-    """The states of requests, of one engine."""
+    """The states of requests, of one engine, on one rank."""
 
     bytes_of_one: int  # of a request
     num_requests: int  # that have room for theirs
@@ -248,7 +248,9 @@ class _Cache:
             len(layers) for layers, window in zip(groups.layers, groups.windows) if window
         )
         self.layout = make_layout(config, groups.windows)
-        self.state_bytes = shape.state_bytes(DTYPE_BYTES[dtype])  # of one request
+        self.state_bytes = shape.state_bytes(DTYPE_BYTES[dtype])  # of one request, on one rank
+        if size > 1:
+            self.state_bytes = state_bytes_of_rank(config, DTYPE_BYTES[dtype])
 
 
 class _Room(NamedTuple):

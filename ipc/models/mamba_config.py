@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ModelLoadError
@@ -85,6 +85,19 @@ class Mamba2Config:
         yield "out_proj.weight", [hidden_size, self.inner_size]
         if self.has_out_bias:
             yield "out_proj.bias", [hidden_size]
+
+    def divided(self) -> dict[str, int]:
+        """See MixerConfig."""
+        return {"heads of Mamba 2": self.num_heads}
+
+    def shared(self) -> dict[str, int]:
+        """See MixerConfig."""
+        return {"groups of Mamba 2": self.num_groups}
+
+    def of_rank(self, size: int) -> Mamba2Config:
+        """See MixerConfig."""
+        heads, groups = self.num_heads // size, max(1, self.num_groups // size)
+        return replace(self, num_heads=heads, num_groups=groups)
 
 
 @dataclass(frozen=True)

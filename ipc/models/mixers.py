@@ -8,7 +8,7 @@ executor/models/recurrent.py builds the layers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from .state_layout import StatePart
@@ -17,7 +17,7 @@ Shapes = Iterator[tuple[str, list[int]]]  # of tensors, by their name within the
 
 
 class MixerConfig(Protocol):
-    """A frozen dataclass, the same for all ranks. Sizes are counts of heads, features or tokens."""
+    """A frozen dataclass. Sizes are counts of heads, features or tokens."""
 
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
@@ -30,6 +30,22 @@ class MixerConfig(Protocol):
 
     def linear_shapes(self, hidden_size: int) -> list[tuple[int, int]]:
         """(rows, columns) of the mixer's linear layers, as they are merged."""
+        ...
+
+    def divided(self) -> dict[str, int]:
+        """What ranks divide among them, by name. Each count has to be a multiple of the number of
+        ranks.
+        """
+        ...
+
+    def shared(self) -> dict[str, int]:
+        """What they divide as well, or have in common where it is fewer than ranks, by name. The
+        number of ranks may also be a multiple of a count.
+        """
+        ...
+
+    def of_rank(self, size: int) -> MixerConfig:
+        """The sizes that each of `size` ranks has."""
         ...
 
 
@@ -98,12 +114,25 @@ class GatedDeltaNetConfig:
         merged = [(sum(one.values()), hidden_size) for one in self.projections()]
         return [*merged, (hidden_size, self.value_size)]
 
+    def divided(self) -> dict[str, int]:
+        return {"linear_num_value_heads": self.num_value_heads}
+
+    def shared(self) -> dict[str, int]:
+        return {"linear_num_key_heads": self.num_key_heads}
+
+    def of_rank(self, size: int) -> GatedDeltaNetConfig:
+        return replace(
+            self,
+            num_key_heads=max(1, self.num_key_heads // size),
+            num_value_heads=self.num_value_heads // size,
+        )
+
 
 @dataclass(frozen=True)
 class ShortConvConfig:
     """A gated short convolution, as in LFM2."""
 
-    size: int  # the model's hidden_size
+    size: int  # the channels: the model's hidden_size, or a rank's part of it
     kernel_size: int
     has_bias: bool = False  # of the convolution and of both projections
 
@@ -124,3 +153,12 @@ class ShortConvConfig:
 
     def linear_shapes(self, hidden_size: int) -> list[tuple[int, int]]:
         return [(3 * hidden_size, hidden_size), (hidden_size, hidden_size)]
+
+    def divided(self) -> dict[str, int]:
+        return {"hidden_size": self.size}
+
+    def shared(self) -> dict[str, int]:
+        return {}
+
+    def of_rank(self, size: int) -> ShortConvConfig:
+        return replace(self, size=self.size // size)

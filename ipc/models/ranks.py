@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING
 
 from ..config import EngineConfig, ModelConfig
 from ..errors import InvalidParameterError, ModelLoadError
+from .state_layout import state_bytes
 
 if TYPE_CHECKING:
     from .architectures import Architecture
     from .decoder_config import DecoderConfig
+
+Count = tuple[str, int]  # of heads or features, and its name
 
 
 def num_ranks(config: EngineConfig) -> int:
@@ -96,6 +99,29 @@ def kv_share(config: EngineConfig) -> Fraction:
     return Fraction(of_rank, of_all) if of_all else Fraction(1)
 
 
+def state_bytes_of_rank(config: EngineConfig, itemsize: int) -> int:
+    """Bytes of the states of one request on a rank, at most. itemsize: of a number of the model's
+    dtype.
+    """
+    architecture, _ = row_of(config.model_config)
+    assert architecture is not None  # check_ranks
+    shape = architecture.parse(config.model_config.hf_config)
+    size, num_stages = (
+        config.device_config.tensor_parallel_size,
+        config.device_config.pipeline_parallel_size,
+    )
+    last_more = head_in_layers(shape)
+    mixers = [shape.layer(index).mixer for index in range(shape.num_hidden_layers)]
+    stages = (
+        [mixers[index] for index in layers_of_stage(stage, num_stages, len(mixers), last_more)]
+        for stage in range(num_stages)
+    )
+    return max(
+        state_bytes((one.of_rank(size).state_parts for one in own if one is not None), itemsize)
+        for own in stages
+    )
+
+
 def check_ranks(config: EngineConfig) -> None:
     """`config` is resolved. Raises InvalidParameterError for what several ranks cannot do."""
     if config.device_config.distributed_executor_backend == "ray":
@@ -164,31 +190,65 @@ def _check_model(config: EngineConfig, name: str) -> None:
     if has_quantized_files(model):
         raise _refusal(config, name, "must be 1 with a checkpoint of quantized weights")
     shape, size = architecture.parse(model.hf_config), config.device_config.tensor_parallel_size
-    if problem := _undivided(architecture, shape):
+    if size > 1 and (problem := _undivided(architecture)):
         raise _refusal(config, name, f"must be 1 with {found}: {problem}")
-    divided = {
-        "num_attention_heads": shape.num_attention_heads,
-        "intermediate_size": shape.intermediate_size,
-    }
-    if shape.experts is not None:
-        divided |= {"an expert's size": shape.experts.size}
-        divided |= {"the shared expert's size": shape.experts.shared_size}
-    for what, count in divided.items():
+    divided, shared = _counts(shape)
+    for what, count in divided:
         if count % size:
             raise _refusal(config, name, f"must divide the model's {what}={count}")
-    if (stages := config.device_config.pipeline_parallel_size) > shape.num_hidden_layers:
-        raise InvalidParameterError(
-            "pipeline_parallel_size",
-            f"must be at most the model's num_hidden_layers={shape.num_hidden_layers}, got "
-            f"{stages}",
-        )
-    kv_heads = shape.num_key_value_heads
-    if kv_heads % size and size % kv_heads:
+    for what, count in shared:
+        if count % size and size % count:
+            raise _refusal(
+                config, name, f"must divide the model's {what}={count}, or be a multiple of it"
+            )
+    _check_stages(config, shape, found)
+
+
+def _counts(shape: DecoderConfig) -> tuple[dict[Count, None], dict[Count, None]]:
+    """What tensor ranks divide, and what they divide or, where it is fewer than ranks, have in
+    common; in order.
+    """
+    divided: dict[Count, None] = {}
+    shared: dict[Count, None] = {}
+    experts = shape.experts
+    for index in range(shape.num_hidden_layers):
+        layer = shape.layer(index)
+        if layer.has_attention:
+            divided["num_attention_heads", shape.num_attention_heads] = None
+            if layer.kv_from is None and shape.latent is None:
+                shared["num_key_value_heads", layer.num_kv_heads] = None
+        if layer.mixer is not None:
+            divided.update(dict.fromkeys(layer.mixer.divided().items()))
+            shared.update(dict.fromkeys(layer.mixer.shared().items()))
+        if not layer.has_mlp:
+            continue
+        if experts is None or experts.names.is_beside_mlp or index in experts.dense_layers:
+            divided["intermediate_size", layer.intermediate_size] = None
+        else:
+            divided["the shared expert's size", experts.shared_size] = None
+        if experts is not None:
+            divided["an expert's size", experts.size] = None
+    return divided, shared
+
+
+def _check_stages(config: EngineConfig, shape: DecoderConfig, found: str) -> None:
+    """found: the name of the architecture."""
+    name, count = "pipeline_parallel_size", config.device_config.pipeline_parallel_size
+    if count > shape.num_hidden_layers:
+        most = f"num_hidden_layers={shape.num_hidden_layers}"
+        raise InvalidParameterError(name, f"must be at most the model's {most}, got {count}")
+    if count > 1 and shape.per_layer_inputs is not None:
         raise _refusal(
-            config,
-            name,
-            f"must divide the model's num_key_value_heads={kv_heads}, or be a multiple of it",
+            config, name, f"must be 1 with {found}: the first stage makes the inputs of all layers"
         )
+    last_more = head_in_layers(shape)
+    for stage in range(count):
+        own = layers_of_stage(stage, count, shape.num_hidden_layers, last_more)
+        for index in own:
+            owner = shape.layer(index).kv_from
+            if owner is not None and owner not in own:
+                problem = f"layer {index} reads keys and values of layer {owner} in another stage"
+                raise _refusal(config, name, f"must be 1 with {found}: {problem}")
 
 
 def row_of(model: ModelConfig) -> tuple[Architecture | None, str]:
@@ -210,14 +270,8 @@ def has_quantized_files(model: ModelConfig) -> bool:
     return parse_quantization(model.hf_config) is not None or is_gguf(Path(model.model))
 
 
-def _undivided(architecture: Architecture, shape: DecoderConfig) -> str:
-    """Why the layers of an architecture are not divided among ranks; "" where they are."""
-    if shape.state_parts:
-        return "its layers keep states of requests"
-    if architecture.value_norm:
-        return "its layers differ in the sizes of heads"
-    if architecture.is_merged:
-        return "q, k and v are one tensor of the checkpoint"
+def _undivided(architecture: Architecture) -> str:
+    """Why the layers of an architecture are not divided among tensor ranks; "" where they are."""
     if architecture.qk_norm_whole:
         return "q and k are normed over all heads"
     if architecture.has_sinks:

@@ -22,7 +22,6 @@ class RankThreads:
     """What Driver and EngineCore need of an executor."""
 
     burst_weights_bytes = 0
-    num_state_checkpoints = None
 
     def __init__(self, model: str | Path, size: int, num_stages: int = 1, **arguments: Any):
         self.config = make_config(
@@ -40,6 +39,10 @@ class RankThreads:
         num_blocks = self.determine_num_blocks()
         self.initialize_kv_cache(num_blocks)
         self.kv_cache_windows = self.ranks[0].kv_cache_windows
+        rooms = [rank.num_state_checkpoints for rank in self.ranks]
+        self.num_state_checkpoints = min(
+            (room for room in rooms if room is not None), default=None
+        )
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
         """It is loaded."""

@@ -80,16 +80,22 @@ class NativeExchange:
         return out
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """x [R, widths[rank]] f32 of each rank -> [R, sum of widths], side by side."""
+        """x [R, widths[rank]] of each rank -> [R, sum of widths] of the same dtype, side by side."""
         self._check(*widths)
         x = as_matrix(x)
         key = tuple(accumulate(widths, initial=0))
         if key not in self._starts:
             self._starts[key] = (ctypes.c_int64 * len(key))(*key)
-        out = empty(len(x), key[-1], dtype=torch.float32)
-        starts = ctypes.addressof(self._starts[key])
+        out = empty(len(x), key[-1], dtype=x.dtype)
         run_call(
-            AllGather, Op.ALL_GATHER, x, **self._ends, x=x, out=out, starts=starts, size=key[-1]
+            AllGather,
+            Op.ALL_GATHER,
+            x,
+            **self._ends,
+            x=x,
+            out=out,
+            starts=ctypes.addressof(self._starts[key]),
+            size=key[-1],
         )
         return out
 

@@ -11,13 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quire.executor.model import StateLayer
 from quire.executor.weights.table import Slice
 from quire.ipc.params import SamplingParams
 from quire.tests.executor.driver import Row, generate, start_executor
 from quire.tests.executor.rank_threads import RankThreads
 
-KINDS = ("qwen2", "llama", "qwen3", "gemma3_text", "mistral", "smollm3", "granite", "ministral3")
+KINDS = (
+    *("qwen2", "llama", "qwen3", "gemma3_text", "mistral", "smollm3", "granite", "ministral3"),
+    *("phi3", "gemma4_text"),
+)
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3")
+OF_MAMBA = ("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2")
 
 
 def random_workload(executor: Any, seed: int) -> list[Row]:
@@ -51,7 +57,7 @@ def check_equal(one: list[Row], other: list[Row]) -> None:
             np.testing.assert_allclose(mine[1][0], theirs[1][0], atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *MIXTURES])
+@pytest.mark.parametrize("kind", [*KINDS, *MIXTURES, *HYBRIDS, *OF_MAMBA])
 def test_two_ranks_give_the_tokens_of_one(tiny, kind: str) -> None:
     one, two = start_executor(tiny(kind)), RankThreads(tiny(kind), 2)
     for seed in range(3):
@@ -85,6 +91,27 @@ def test_stages_give_the_tokens_of_one(tiny, kind, size, num_stages, arguments) 
     stages.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "num_stages"),
+    [
+        ("qwen3_next", 1, 2),
+        ("lfm2", 1, 3),
+        ("granitemoehybrid", 1, 2),
+        ("falcon_h1", 2, 2),
+        ("mamba2", 1, 2),
+        ("deepseek_v2", 1, 2),
+        ("phi3", 1, 2),
+    ],
+)
+def test_stages_of_other_layers(tiny, kind: str, size: int, num_stages: int) -> None:
+    one, stages = start_executor(tiny(kind)), RankThreads(tiny(kind), size, num_stages)
+    layers = [len(rank.model.state_layers()) for rank in stages.ranks[::size]]
+    assert sum(layers) == len(one.model.state_layers())
+    for seed in range(2):
+        check_equal(random_workload(one, seed), random_workload(stages, seed))
+    stages.shutdown()
+
+
 def test_stages_in_bfloat16_have_the_bits_of_one_rank(tiny) -> None:
     model, options = tiny("qwen2", num_hidden_layers=3), {"dtype": "bfloat16"}
     one, stages = start_executor(model, **options), RankThreads(model, 1, 2, **options)
@@ -115,6 +142,38 @@ def test_heads_that_ranks_have_in_common(tiny, size: int) -> None:
     check_equal(random_workload(one, 5), random_workload(several, 5))
     assert {rank.model.layers[0].self_attn.num_kv_heads for rank in several.ranks} == {1}
     several.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "sizes"),
+    [
+        ("qwen3_next", 4, {}),
+        ("qwen3_5_text", 4, {}),
+        ("granitemoehybrid", 2, {"mamba_n_groups": 1}),
+        ("bamba", 4, {}),
+    ],
+)
+def test_heads_of_mixers_that_ranks_have_in_common(tiny, kind: str, size: int, sizes: dict) -> None:
+    """Ranks have the same key head, or norm a group of features of which each has a part."""
+    model = tiny(kind, **sizes)
+    one, several = start_executor(model), RankThreads(model, size)
+    for seed in (5, 6):
+        check_equal(random_workload(one, seed), random_workload(several, seed))
+    several.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "bamba"])
+def test_each_rank_has_its_part_of_a_state(tiny, kind: str) -> None:
+    one, two = start_executor(tiny(kind)), RankThreads(tiny(kind), 2)
+
+    def sizes(layer: StateLayer) -> list[int]:
+        return [part.num_bytes(4) for part in layer.state_parts]
+
+    whole = [sizes(layer) for layer in one.model.state_layers()]
+    for rank in two.ranks:
+        parts = [sizes(layer) for layer in rank.model.state_layers()]
+        assert [[2 * size for size in part] for part in parts] == whole
+    two.shutdown()
 
 
 def test_each_rank_has_its_part(tiny) -> None:

@@ -16,7 +16,7 @@ from quire.tests.tiny_models import save_tiny_model
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    kinds = ("qwen2", "phi3", "olmo2", "gpt_oss")
+    kinds = ("qwen2", "olmo2", "gpt_oss")
     return {kind: str(save_tiny_model(tmp_path_factory.mktemp(kind), kind)) for kind in kinds}
 
 
@@ -30,7 +30,6 @@ def models(tmp_path_factory):
         ("qwen2", {"runner": "pooling"}, "must be 1 with runner=pooling"),
         ("qwen2", {"tensor_parallel_size": 3}, "must divide the model's num_attention_heads=4"),
         ("qwen2", {"model_impl": "transformers"}, "must be 1 with a model of type qwen2"),
-        ("phi3", {}, "must be 1 with Phi3ForCausalLM: q, k and v are one tensor"),
         ("olmo2", {}, "must be 1 with Olmo2ForCausalLM: q and k are normed over all heads"),
         ("gpt_oss", {}, "must be 1 with GptOssForCausalLM: its attention has sinks"),
     ],

@@ -36,10 +36,11 @@ struct AllReduce : Exchange {
     int64_t x_row, out_row, size, x_dtype;
 };
 
-// out fp32 [rows, size]: columns starts[r] to starts[r + 1] are rank r's x. starts [num_ranks + 1].
+// out [rows, size]: columns starts[r] to starts[r + 1] are rank r's x. starts [num_ranks + 1]. Both
+// have the call's dtype.
 struct AllGather : Exchange {
-    const float* x;
-    float* out;
+    const void* x;
+    void* out;
     const int64_t* starts;
     int64_t x_row, out_row, size;
 };

@@ -39,14 +39,20 @@ void exchange_rows(const Exchange& a, int64_t rows, int64_t row_floats, const Wo
     }
 }
 
+// out[begin to end) = x, in another dtype or the same.
+template <typename From, typename To>
+void copy_numbers(const From* x, To* out, int64_t begin, int64_t end) {
+    int64_t i = begin;
+    for (; i + Vec::LANES <= end; i += Vec::LANES) Vec::load(x + i).store(out + i);
+    for (; i < end; i++) put(out + i, Number<From>::get(x[i]));
+}
+
 template <typename T>
 void give_rows(const AllReduce& a, int64_t first, int64_t rows, const Worker& worker) {
     for_pieces(rows, a.size, worker, [&](int64_t row, int64_t begin, int64_t end) {
         const T* x = (const T*)a.x + (first + row) * a.x_row;
         float* part = part_of(a, *a.sequence + 1, a.rank) + row * a.size;
-        int64_t i = begin;
-        for (; i + Vec::LANES <= end; i += Vec::LANES) Vec::load(x + i).store(part + i);
-        for (; i < end; i++) part[i] = Number<T>::get(x[i]);
+        copy_numbers(x, part, begin, end);
     });
 }
 
@@ -83,8 +89,8 @@ void all_reduce(const Call& call, const Step& step, const Worker& worker) {
         });
 }
 
-void all_gather(const Call& call, const Step& step, const Worker& worker) {
-    const AllGather& a = (const AllGather&)call;
+template <typename T>
+void gather_rows(const AllGather& a, int64_t num_rows, const Worker& worker) {
     int64_t widest = 0;
     for (int64_t rank = 0; rank < a.num_ranks; rank++)
         widest = std::max(widest, a.starts[rank + 1] - a.starts[rank]);
@@ -92,20 +98,24 @@ void all_gather(const Call& call, const Step& step, const Worker& worker) {
         const int64_t width = a.starts[a.rank + 1] - a.starts[a.rank];
         for_pieces(rows, width, worker, [&](int64_t row, int64_t begin, int64_t end) {
             float* part = part_of(a, *a.sequence + 1, a.rank) + row * widest;
-            const float* x = a.x + (first + row) * a.x_row;
-            std::copy(x + begin, x + end, part + begin);
+            copy_numbers((const T*)a.x + (first + row) * a.x_row, part, begin, end);
         });
     };
     const auto join = [&](int64_t first, int64_t rows) {
         for_pieces(rows, a.size, worker, [&](int64_t row, int64_t begin, int64_t end) {
-            float* out = a.out + (first + row) * a.out_row;
+            T* out = (T*)a.out + (first + row) * a.out_row;
             for (int64_t rank = 0; rank < a.num_ranks; rank++) {
                 const int64_t start = a.starts[rank], from = std::max(begin, start),
                               to = std::min(end, a.starts[rank + 1]);
                 const float* part = part_of(a, *a.sequence, rank) + row * widest - start;
-                if (from < to) std::copy(part + from, part + to, out + from);
+                if (from < to) copy_numbers(part, out, from, to);
             }
         });
     };
-    exchange_rows(a, rows_of(call, step), widest, worker, give, join);
+    exchange_rows(a, num_rows, widest, worker, give, join);
+}
+
+void all_gather(const Call& call, const Step& step, const Worker& worker) {
+    const AllGather& a = (const AllGather&)call;
+    FOR_DTYPE(a.dtype, gather_rows<T>(a, rows_of(call, step), worker));
 }

@@ -422,8 +422,7 @@ class EngineCore:
         """
         try:
             if self.config.cache_config.kv_offloading_path is not None:
-                block_bytes = self.ready.kv_cache_bytes // self.ready.num_blocks
-                self.scheduler.keep_cached_blocks(KEPT_BYTES // max(1, block_bytes))
+                self.scheduler.keep_cached_blocks(KEPT_BYTES)
         finally:
             self.executor.shutdown()
         if self.kv_events is not None:
@@ -481,7 +480,6 @@ def _load(
     num_blocks = executor.determine_num_blocks()
     check_num_blocks(config, num_blocks, executor.kv_cache_windows)
     kv_cache_bytes = executor.initialize_kv_cache(num_blocks)
-    check_states(config, executor.num_state_checkpoints)
     num_host_blocks, costs = executor.initialize_swap_space()
     scheduler = Scheduler(
         config,
@@ -511,18 +509,6 @@ def check_config(config: EngineConfig) -> None:
             "max_num_batched_tokens",
             f"must be at least max_model_len={max_model_len} without enable_chunked_prefill, got "
             f"{budget}",
-        )
-
-
-def check_states(config: EngineConfig, num_state_checkpoints: int | None) -> None:
-    """Checks what a model that keeps states cannot do: a block that comes back is of no use without
-    the state at its end. num_state_checkpoints: see Executor.
-    """
-    size = config.cache_config.kv_offloading_size
-    if num_state_checkpoints is not None and size:
-        raise InvalidParameterError(
-            "kv_offloading_size",
-            f"must be 0 or None with a model whose layers keep states, got {size}",
         )
 
 

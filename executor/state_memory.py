@@ -58,6 +58,16 @@ class StateMemory:
         dtype = torch.float32 if part.is_fp32 else self._dtype
         return self._memory[:, start:end].view(dtype).unflatten(1, part.shape)
 
+    @property
+    def places(self) -> torch.Tensor:
+        """[places, place_bytes] u8, with what is between the parts."""
+        return self._memory
+
+    @property
+    def shapes(self) -> list[tuple[list[int], bool]]:
+        """The shape of each part of a place, and whether it is in fp32."""
+        return [(list(part.shape), part.is_fp32) for part in self._parts]
+
     def release(self, layers: Sequence[StateLayer]) -> None:
         """Frees the places."""
         for layer in layers:

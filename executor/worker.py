@@ -497,18 +497,26 @@ class Worker:
                     "layers with sliding windows keep no whole context; "
                     "disable_hybrid_kv_cache_manager=True lets them",
                 )
-            self.offload = KVOffload(self._open_store(), lambda: caches_of(self.attention_layers()))
+            states = self._states
+            self.offload = KVOffload(
+                self._open_store(),
+                lambda: caches_of(self.attention_layers()),
+                None if states is None else lambda: states.places,
+            )
         return self.offload
 
     def _open_store(self) -> BlockStore:
         layers = self.attention_layers()  # also those of a drafting model
-        shapes = [
+        shapes: list[Any] = [
             [layer.num_kv_heads, layer.head_dim, str(self.kv_cache_dtype)] for layer in layers
         ]
+        block_bytes = self.block_bytes
+        if self._states is not None:
+            shapes += self._states.shapes
+            block_bytes = block_bytes or self._states.place_bytes  # without attention
         identity = identity_of(self.config, self._directory, str(self.cpu_isa), shapes, __version__)
-        return open_store(
-            self.config, self.block_bytes, identity, devices.free_bytes(torch.device("cpu"))
-        )
+        free_bytes = devices.free_bytes(torch.device("cpu"))
+        return open_store(self.config, block_bytes, identity, free_bytes)
 
     # ------------------------------------------------------------ steps
 

@@ -55,7 +55,9 @@ class EngineCounters(msgspec.Struct):
         int, UNDER_ITS_NAME, "KV-cache blocks read back from outside the cache."
     ] = 0
     num_blocks_corrupt: Annotated[
-        int, UNDER_ITS_NAME, "Stored KV-cache blocks found to be damaged, which were not used."
+        int,
+        UNDER_ITS_NAME,
+        "Stored KV-cache blocks and states found to be damaged, which were not used.",
     ] = 0
     num_states_saved: Annotated[
         int, UNDER_ITS_NAME, "Checkpoints taken of the states of recurrent layers."
@@ -65,6 +67,12 @@ class EngineCounters(msgspec.Struct):
     ] = 0
     num_states_evicted: Annotated[
         int, UNDER_ITS_NAME, "Such checkpoints that made room for others."
+    ] = 0
+    num_states_offloaded: Annotated[
+        int, UNDER_ITS_NAME, "Such checkpoints stored outside the cache."
+    ] = 0
+    num_states_reloaded: Annotated[
+        int, UNDER_ITS_NAME, "Such checkpoints read back from outside the cache."
     ] = 0
     num_requests_refused: Annotated[
         int, UNDER_ITS_NAME, "Requests whose parameters the engine rejected."

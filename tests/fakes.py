@@ -200,7 +200,11 @@ class FakeExecutor(FakeLoras):
     def initialize_offload(self) -> FakeOffload | None:
         """Make a place for as many blocks as `kv_offloading_size` has MiB."""
         if size := self.config.cache_config.kv_offloading_size:
-            self.offload = FakeOffload(int(size * 1024), lambda: self.kv_cache)
+            self.offload = FakeOffload(
+                int(size * 1024),
+                lambda: self.kv_cache,
+                lambda: [] if self.states is None else self.states.places,
+            )
         return self.offload
 
     def watch(self, on_failure: Callable[[str], None]) -> None:

@@ -81,7 +81,7 @@ class KVCacheManager:
         """max_spare_tokens: tokens for which a request may keep room that no step has used.
         events: receives what the prefix cache learns and forgets. offload: takes evicted blocks; it
         needs a model with one group of layers and without a window. checkpoints: of a model that
-        keeps states, which the caller copies as a request begins, and without offload.
+        keeps states, which the caller copies as a request begins.
         """
         self.max_spare_tokens = max_spare_tokens
         self.layout = layout
@@ -158,6 +158,14 @@ class KVCacheManager:
             return 0
         end = (request.num_tokens - 1) // self.block_size
         return self.offload.count(request, request.block_hashes[len(blocks[0]) : end])
+
+    def count_to_state(self, request: Request, num_blocks: int) -> int:
+        """How many of the first `num_blocks` blocks of a waiting request there are up to the last
+        one at whose end a state can be loaded.
+        """
+        if self.offload is None or not request.reads_prefix_cache:
+            return 0
+        return self.offload.count_to_state(request, request.block_hashes[:num_blocks])
 
     def load(self, request: Request, first: int, count: int) -> bool:
         """Loads `count` blocks of a request that has begun, from its block `first` on. Returns

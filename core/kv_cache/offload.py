@@ -1,5 +1,5 @@
-"""Blocks that the cache evicts go to a place outside it, and come back for a prompt that needs
-them.
+"""Blocks and states that the cache evicts go to a place outside it, and come back for a prompt that
+needs them.
 
 Must not know: where that place is, files, torch, which request runs when.
 
@@ -8,7 +8,8 @@ Blocks move between two steps, so that what has come back is known before a step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 
 from ...ipc.block_offload import BlockOffload
 from ...ipc.counters import EngineCounters
@@ -19,13 +20,15 @@ NAME_BYTES = 32  # of a content hash; names of parked blocks are longer
 
 
 class OffloadedBlocks:
-    """Which blocks go and come. Blocks of LoRA adapters stay: their hashes mean something in this
-    engine alone.
+    """Which blocks and states go and come. Those of LoRA adapters stay: their hashes mean something
+    in this engine alone.
     """
 
     def __init__(self, place: BlockOffload, counters: EngineCounters):
         self._place, self._counters = place, counters
-        self._evicted: list[tuple[int, bytes]] = []  # not stored yet; their content is still there
+        # these are not stored yet; their content is still there
+        self._evicted: list[tuple[int, bytes]] = []
+        self._evicted_states: list[tuple[int, bytes]] = []
         self._of_adapters: set[bytes] = set()
         self._is_suspended = False
 
@@ -44,12 +47,21 @@ class OffloadedBlocks:
         if name is not None and len(name) == NAME_BYTES and name not in self._of_adapters:
             self._evicted.append((block.block_id, name))
 
+    def evict_state(self, place: int, name: bytes) -> None:
+        """The place of a state that requests without adapters can start from is about to be used
+        for something else.
+        """
+        self._evicted_states.append((place, name))
+
     def flush(self) -> None:
         """Stores what was evicted. Call it before anything is written to the cache."""
         self._is_suspended = False
         if self._evicted:
             self._counters.num_blocks_offloaded += self._place.store(self._evicted)
             self._evicted = []
+        if self._evicted_states:
+            self._counters.num_states_offloaded += self._place.store_states(self._evicted_states)
+            self._evicted_states = []
 
     def suspend(self) -> None:
         """Nothing comes back until the next flush: a block that is to be filled may have content
@@ -61,6 +73,25 @@ class OffloadedBlocks:
         """How many blocks of a waiting request, from these names on, can come back."""
         may_ask = names and request.adapter is None and not self._is_suspended
         return self._place.count_present(names) if may_ask else 0
+
+    def count_to_state(self, request: Request, names: Sequence[bytes]) -> int:
+        """How many of these names of blocks there are up to the last one at whose end a state is
+        kept, from which a waiting request can start.
+        """
+        may_ask = names and request.adapter is None and not self._is_suspended
+        return self._place.count_to_state(names) if may_ask else 0
+
+    def load_state(self, place: int, name: bytes) -> bool:
+        """Fills a place. Returns False if that fails; then nothing comes back until the next
+        flush.
+        """
+        self.flush()  # what the place had may be among the evicted states
+        if not self._place.load_state(place, name):
+            self._counters.num_blocks_corrupt = self._place.num_corrupt
+            self.suspend()
+            return False
+        self._counters.num_states_reloaded += 1
+        return True
 
     def load(self, blocks: Sequence[KVCacheBlock], names: Sequence[bytes]) -> bool:
         """Fills the blocks. Returns False if not all of them could be loaded; then nothing comes
@@ -80,11 +111,21 @@ class OffloadedBlocks:
         self._counters.external_prefix_cache_queries += num_queried_tokens
         self._counters.external_prefix_cache_hits += num_hit_tokens
 
-    def store_all(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Stores cached blocks before the cache is lost. The first of them is the first to be
-        dropped where they are stored.
+    def store_all(
+        self,
+        blocks: Sequence[KVCacheBlock],
+        states: Sequence[tuple[int, bytes]] = (),
+        most_bytes: int = sys.maxsize,
+    ) -> None:
+        """Stores cached blocks, and states (place, name), before the cache is lost: of both the
+        last ones, which were used last, and states in at most half of the room.
         """
-        for block in blocks:
+        num_places = min(most_bytes // self._place.block_bytes, self._place.num_blocks)
+        if states:
+            num_states = min(len(states), num_places // 2 // self._place.blocks_per_state)
+            self._evicted_states += states[len(states) - num_states :]
+            num_places -= num_states * self._place.blocks_per_state
+        for block in blocks[max(0, len(blocks) - num_places) :]:
             self.evict(block)
         self.flush()
 
@@ -93,10 +134,12 @@ class OffloadedBlocks:
         return self._place.take_changes()
 
     def forget(self, names: Sequence[bytes]) -> None:
-        """These blocks are not trusted."""
-        self._evicted = [pair for pair in self._evicted if pair[1] not in set(names)]
+        """These blocks, and the states at their ends, are not trusted."""
+        lost = set(names)
+        self._evicted = [pair for pair in self._evicted if pair[1] not in lost]
+        self._evicted_states = [pair for pair in self._evicted_states if pair[1] not in lost]
         self._place.remove(names)
 
     def clear(self) -> None:
-        """Forgets all blocks."""
+        """Forgets all blocks and states."""
         self._place.clear()

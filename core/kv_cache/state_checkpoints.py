@@ -16,12 +16,13 @@ write. So a place may be given away in the very step that copies from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...ipc.counters import EngineCounters
 from ..forks import Family
 from ..request import Request
+from .offload import OffloadedBlocks
 
 # A checkpoint is not taken where it would save fewer tokens than this, compared with the one before
 # it. It has the size of the keys and values of hundreds of tokens and takes the place of another
@@ -38,6 +39,7 @@ class Checkpoint:
     num_tokens: int
     is_used: bool = False  # a request has started from it
     num_pins: int = 0
+    is_of_adapter: bool = False  # LoRA: the name means something in this engine alone
 
 
 @dataclass(slots=True, eq=False)
@@ -75,14 +77,16 @@ class StateCheckpoints:
         counters: EngineCounters,
         *,
         is_cache: bool = True,
+        offload: OffloadedBlocks | None = None,
     ):
         """interval: in tokens, a multiple of block_size. is_cache: whether requests may start from
-        checkpoints of others; if not, only the completions of one prompt share one.
+        checkpoints of others; if not, only the completions of one prompt share one. offload: takes
+        those that make room, and brings them back.
         """
         self.places = places
         self._block_size, self._interval, self._counters = block_size, interval, counters
         self._least_tokens = min(LEAST_TOKENS, interval)
-        self._is_cache = is_cache
+        self._is_cache, self._offload = is_cache, offload
         self._free = list(reversed(places))
         self._named: dict[bytes, Checkpoint] = {}  # the least recently used first
         self._parked: dict[str, int] = {}  # place by id of a swapped request
@@ -99,6 +103,26 @@ class StateCheckpoints:
         """The deepest checkpoint at the end of one of these blocks, which begin a sequence."""
         found = self._named
         return next((found[name] for name in reversed(names) if name in found), None)
+
+    def load(self, name: bytes, num_tokens: int, busy: Collection[int]) -> Checkpoint | None:
+        """Brings a checkpoint back that is kept elsewhere, and returns it. busy: places from which
+        the step being made copies, which are not written before it runs. None: there is no room, or
+        it could not be loaded.
+        """
+        assert self._offload is not None
+        place = self._take_place(busy)
+        if place is None:
+            return None
+        if not self._offload.load_state(place, name):
+            self._free.append(place)
+            return None
+        checkpoint = self._named[name] = Checkpoint(place, name, num_tokens)
+        return checkpoint
+
+    def kept(self) -> list[tuple[int, bytes]]:
+        """(place, name) of each checkpoint that may be kept elsewhere, the last used one last."""
+        found = self._named.values()
+        return [(one.place, one.name) for one in found if not one.is_of_adapter]
 
     def use(self, checkpoint: Checkpoint) -> None:
         """A request starts from it: the step being made copies it."""
@@ -211,12 +235,15 @@ class StateCheckpoints:
         """
         return (request.num_prompt_tokens - 1) // self._block_size * self._block_size
 
-    def _take_place(self) -> int | None:
-        """A free place, or that of the least recently used checkpoint."""
-        if self._free:
-            return self._free.pop()
+    def _take_place(self, busy: Collection[int] = ()) -> int | None:
+        """A free place, or that of the least recently used checkpoint, but none of `busy`."""
+        for index in reversed(range(len(self._free))):
+            if self._free[index] not in busy:
+                return self._free.pop(index)
         for checkpoint in self._named.values():
-            if not checkpoint.num_pins:
+            if not checkpoint.num_pins and checkpoint.place not in busy:
+                if self._offload is not None and not checkpoint.is_of_adapter:
+                    self._offload.evict_state(checkpoint.place, checkpoint.name)
                 self._forget(checkpoint)
                 self._counters.num_states_evicted += 1
                 return self._free.pop()
@@ -238,7 +265,8 @@ class StateCheckpoints:
         while progress.pending and progress.pending[0][0] <= num_tokens:
             stop, place, is_tail = progress.pending.pop(0)
             self._counters.num_states_saved += 1
-            checkpoint = self._name(hashes[stop // self._block_size - 1], place, stop)
+            name = hashes[stop // self._block_size - 1]
+            checkpoint = self._name(name, place, stop, request.adapter is not None)
             is_own_tail = is_tail and checkpoint.place == place
             if progress.tail is not None or is_own_tail:
                 self._replace_tail(progress, checkpoint if is_own_tail else None)
@@ -246,14 +274,15 @@ class StateCheckpoints:
             if not (self._is_cache or checkpoint.num_pins):
                 self._forget(checkpoint)
 
-    def _name(self, name: bytes, place: int, num_tokens: int) -> Checkpoint:
+    def _name(self, name: bytes, place: int, num_tokens: int, is_of_adapter: bool) -> Checkpoint:
         """Makes the place findable, unless another one has the same state."""
         checkpoint = self._named.get(name)
         if checkpoint is not None:
             self._free.append(place)
             self._touch(checkpoint)
         else:
-            checkpoint = self._named[name] = Checkpoint(place, name, num_tokens)
+            checkpoint = Checkpoint(place, name, num_tokens, is_of_adapter=is_of_adapter)
+            self._named[name] = checkpoint
         return checkpoint
 
     def _replace_tail(self, progress: Progress, tail: Checkpoint | None) -> None:

@@ -27,6 +27,7 @@ class StartPoint(NamedTuple):
     # of a model that keeps states: the state after these tokens, unless the request brings its own
     # or begins with the first token; and how many tokens there are blocks for
     checkpoint: Checkpoint | None = None
+    loaded_state: bytes | None = None  # in place of `checkpoint`: the name of one to be loaded
     num_shared: int = 0
 
 
@@ -68,6 +69,8 @@ def _find_checkpoint(
     manager: KVCacheManager, checkpoints: StateCheckpoints, request: Request
 ) -> StartPoint:
     """The deepest checkpoint whose blocks the cache has."""
+    if manager.offload is not None:
+        return _find_kept_checkpoint(manager, checkpoints, request)
     blocks = manager.get_computed_blocks(request)
     num_shared = len(blocks[0]) * manager.block_size
     while num_blocks := len(blocks[0]):
@@ -81,6 +84,31 @@ def _find_checkpoint(
             )
         blocks = manager.get_computed_blocks(request, most)
     return StartPoint(0, manager.no_blocks(), num_shared=num_shared)
+
+
+def _find_kept_checkpoint(
+    manager: KVCacheManager, checkpoints: StateCheckpoints, request: Request
+) -> StartPoint:
+    """The deepest checkpoint, in its place or to be loaded, whose blocks the cache has or can
+    load. All layers have one block table, without a window.
+    """
+    blocks = manager.get_computed_blocks(request)
+    num_cached, block_size = len(blocks[0]), manager.block_size
+    num_found = num_cached + manager.count_offloaded(request, blocks)
+    checkpoint = checkpoints.find(request.block_hashes[:num_found])
+    num_blocks = 0 if checkpoint is None else checkpoint.num_tokens // block_size
+    loaded_state, deepest = None, manager.count_to_state(request, num_found)
+    if deepest > num_blocks:
+        num_blocks, checkpoint = deepest, None
+        loaded_state = request.block_hashes[deepest - 1]
+    return StartPoint(
+        num_blocks * block_size,
+        [row[:num_blocks] for row in blocks],
+        num_loaded=max(0, num_blocks - num_cached),
+        checkpoint=checkpoint,
+        loaded_state=loaded_state,
+        num_shared=num_found * block_size,
+    )
 
 
 def _find_prompt(manager: KVCacheManager, request: Request, family: Family) -> StartPoint | None:

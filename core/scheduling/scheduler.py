@@ -68,6 +68,7 @@ class Scheduler(SchedulerState):
         counters = EngineCounters()
         layout = make_layout(config, kv_cache_windows)
         most_ahead = lookahead_of(MAX_BURST, limits.num_tokens_per_pass) if limits.drafts else 0
+        offloaded = None if offload is None else OffloadedBlocks(offload, counters)
         manager = KVCacheManager(
             num_blocks,
             layout,
@@ -75,8 +76,8 @@ class Scheduler(SchedulerState):
             num_host_blocks,
             max_spare_tokens=most_ahead,
             events=KVEvents(layout) if config.cache_config.publishes_kv_events else None,
-            offload=None if offload is None else OffloadedBlocks(offload, counters),
-            checkpoints=_make_checkpoints(config, num_state_checkpoints, counters),
+            offload=offloaded,
+            checkpoints=_make_checkpoints(config, num_state_checkpoints, counters, offloaded),
         )
         mode = config.scheduler_config.preemption_mode
         policy = PreemptionPolicy(mode, costs, layout)
@@ -139,7 +140,10 @@ class Scheduler(SchedulerState):
 
 
 def _make_checkpoints(
-    config: EngineConfig, num_places: int | None, counters: EngineCounters
+    config: EngineConfig,
+    num_places: int | None,
+    counters: EngineCounters,
+    offload: OffloadedBlocks | None,
 ) -> StateCheckpoints | None:
     """num_places: see Executor.num_state_checkpoints."""
     if num_places is None:
@@ -152,4 +156,5 @@ def _make_checkpoints(
         config.cache_config.state_checkpoint_interval,
         counters,
         is_cache=config.cache_config.enable_prefix_caching,
+        offload=offload,
     )

@@ -393,16 +393,17 @@ class SchedulerState:
             events.changed(self._offload_medium, *offload.take_changes())
         return events.take()
 
-    def keep_cached_blocks(self, most: int = sys.maxsize) -> None:
-        """Stores what the cache has and no request holds, before it is lost: the `most` blocks that
-        were used last, if there is a place for them.
+    def keep_cached_blocks(self, most_bytes: int = sys.maxsize) -> None:
+        """Stores what the cache has and no request holds, before it is lost, if there is a place
+        for it: blocks and states that were used last, at most so many bytes.
         """
         manager = self.kv_cache_manager
         if manager.offload is not None:
             free = [
                 block for block in manager.block_pool.free_queue if block.block_hash is not None
             ]
-            manager.offload.store_all(free[-most:])
+            states = [] if manager.checkpoints is None else manager.checkpoints.kept()
+            manager.offload.store_all(free, states, most_bytes)
 
     def reset_prefix_cache(self) -> bool:
         return self.kv_cache_manager.reset_prefix_cache()

@@ -19,6 +19,7 @@ from operator import attrgetter
 from ...ipc.models.kv_layout import MAX_BURST, lookahead_of
 from ...ipc.step_messages import NewRequestData, SchedulerOutput
 from ..forks import Family
+from ..kv_cache.state_checkpoints import Checkpoint
 from ..request import Request, RequestOwner, RequestStatus
 from .admission import StartPoint, find_start, has_room, num_missing_blocks
 from .state import SchedulerState
@@ -298,6 +299,11 @@ def admit_waiting(
             return "blocks"
         if start.num_loaded and not manager.load(request, len(start.blocks[0]), start.num_loaded):
             continue  # it starts without them
+        if start.loaded_state is not None:
+            checkpoint = _load_state(state, step, request, start)
+            if checkpoint is None:
+                continue
+            start = start._replace(checkpoint=checkpoint)
         state.waiting.start(request)
         _admit(state, step, request, start, block_ids)
         add_row(state, step, request, num_tokens, 0, block_ids)
@@ -305,6 +311,23 @@ def admit_waiting(
         num_samples_left -= is_whole
         num_reserved += num_missing_blocks(manager.layout, request)
     return reason
+
+
+def _load_state(
+    state: SchedulerState, step: ScheduledStep, request: Request, start: StartPoint
+) -> Checkpoint | None:
+    """Loads the checkpoint from which the request is to start. None: the request has not begun, and
+    starts without it.
+    """
+    manager = state.kv_cache_manager
+    assert manager.checkpoints is not None and start.loaded_state is not None
+    busy = {source for source, _ in step.output.state_copies}
+    checkpoint = manager.checkpoints.load(start.loaded_state, start.num_tokens, busy)
+    if checkpoint is None:
+        assert manager.offload is not None
+        manager.offload.suspend()
+        manager.free(request)
+    return checkpoint
 
 
 def _num_samples_left(state: SchedulerState, step: ScheduledStep) -> int:

@@ -141,6 +141,10 @@ class BlockStore:
     def num_places(self) -> int:
         return self._layout.num_places
 
+    @property
+    def block_bytes(self) -> int:
+        return self._layout.block_bytes
+
     def __len__(self) -> int:
         """The number of blocks that are there."""
         return len(self._places)
@@ -236,6 +240,14 @@ class BlockStore:
         self._catch_up()
         places = self._places
         return next((i for i, name in enumerate(names) if name not in places), len(names))
+
+    def count_to_last(self, names: Sequence[bytes]) -> int:
+        """How many names there are up to the last one that is there; 0: none is."""
+        if not self._is_usable():
+            return 0
+        self._catch_up()
+        places = self._places
+        return next((i for i in range(len(names), 0, -1) if names[i - 1] in places), 0)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """The names that have come and gone since the last call, in any process; the first time,

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.core.engine_core import EngineCore
-from quire.ipc.errors import InvalidParameterError
 from quire.ipc.messages import EngineCoreRequest, FinishReason
 from quire.ipc.models.kv_layout import make_layout
 from quire.ipc.params import SamplingParams
-from quire.tests.core.engine_loop import assert_nothing_left, make_core, run
+from quire.tests.core.engine_loop import Answer, assert_nothing_left, make_core, run
 from quire.tests.core.scheduling.loop import Loop, distinct
 from quire.tests.core.test_forks import assert_answers, family
 from quire.tests.core.test_random_workloads import assert_as_expected, drive, random_jobs
@@ -314,9 +313,122 @@ def test_drafts_are_computed_again_and_no_checkpoint_is_among_them():
         assert position < step.num_computed_tokens[0] + step.num_scheduled_tokens[0]
 
 
-def test_offload_is_refused():
-    with pytest.raises(InvalidParameterError, match="kv_offloading_size"):
-        make_core(num_state_checkpoints=5, kv_offloading_size=1.0)
+# --------------------------------------------------------------------- states outside the cache
+
+MIB = 1 / 1024  # a block of the fake executor, in GiB
+
+
+def ask(core: EngineCore, prompt: list[int], salt: str | None = None) -> Answer:
+    """Run a request alone, and check its tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, seed=0)
+    core.add_request(EngineCoreRequest("r", prompt, params, cache_salt=salt))
+    found = run(core)[0]["r"]
+    assert found.tokens == expected_output(prompt, params, [], core.config)[0]
+    return found
+
+
+def make_small_core(**arguments) -> EngineCore:
+    """Make an engine core whose cache has one conversation and whose states three checkpoints."""
+    defaults = {
+        "num_gpu_blocks_override": 18,
+        "num_state_checkpoints": 3,
+        "kv_offloading_size": 200 * MIB,
+    }
+    return make_core(**{**defaults, **arguments})
+
+
+def test_blocks_and_state_of_a_conversation_that_was_evicted_come_back():
+    core = make_small_core()
+    for number in range(4):
+        assert ask(core, distinct(number, 200)).num_cached_tokens == 0
+    metrics = core.observer.get_metrics()
+    assert metrics["num_states_offloaded"] == 1 and metrics["num_states_reloaded"] == 0
+    assert ask(core, distinct(0, 200)).num_cached_tokens == 12 * 16
+    after = core.observer.get_metrics()
+    assert (after["num_blocks_reloaded"], after["num_states_reloaded"]) == (12, 1)
+    assert after["external_prefix_cache_hits"] == 12 * 16
+    assert_nothing_left(core)
+
+
+def test_a_state_in_its_place_needs_the_blocks_alone_and_the_other_way_round():
+    core = make_small_core(num_state_checkpoints=50)
+    for number in range(4):
+        ask(core, distinct(number, 200))
+    assert ask(core, distinct(0, 200)).num_cached_tokens == 12 * 16
+    metrics = core.observer.get_metrics()
+    assert metrics["num_blocks_reloaded"] == 12 and metrics["num_states_reloaded"] == 0
+    core = make_small_core(num_gpu_blocks_override=257, num_state_checkpoints=1)
+    for number in range(4):
+        ask(core, distinct(number, 200))
+    assert ask(core, distinct(0, 200)).num_cached_tokens == 12 * 16
+    metrics = core.observer.get_metrics()
+    assert metrics["num_blocks_reloaded"] == 0 and metrics["num_states_reloaded"] == 1
+
+
+def test_without_its_state_a_block_is_no_hit_and_without_its_block_no_state():
+    for lost in ("kept", "kept_states"):
+        core = make_small_core()
+        for number in range(4):
+            ask(core, distinct(number, 200))
+        getattr(core.executor.offload, lost).clear()
+        assert ask(core, distinct(0, 200)).num_cached_tokens == 0
+        assert_nothing_left(core)
+
+
+def test_states_of_tenants_are_apart_and_a_damaged_one_counts_as_absent():
+    core = make_small_core()
+    for number in range(4):
+        ask(core, distinct(number, 200), "mine")
+    assert ask(core, distinct(0, 200), "yours").num_cached_tokens == 0
+    assert ask(core, distinct(0, 200), "mine").num_cached_tokens == 12 * 16
+    core.executor.offload.loss = 1.0
+    assert ask(core, distinct(1, 200), "mine").num_cached_tokens == 0
+    assert core.observer.get_metrics()["num_blocks_corrupt"] == 1
+    assert_nothing_left(core)
+
+
+def test_a_sleep_keeps_states_and_a_reset_and_a_failure_forget_them():
+    core = make_small_core()
+    ask(core, distinct(0, 200))
+    core.call_utility("sleep", [1])
+    core.call_utility("wake_up", [])
+    assert ask(core, distinct(0, 200)).num_cached_tokens == 12 * 16
+    assert core.observer.get_metrics()["num_states_reloaded"] == 1
+    assert core.call_utility("reset_prefix_cache", [])
+    assert not core.executor.offload.kept_states
+    assert ask(core, distinct(0, 200)).num_cached_tokens == 0
+    core = make_small_core()
+    core.executor.errors["bad", 1] = "it failed"
+    params = SamplingParams(temperature=0.0, max_tokens=2, seed=0)
+    core.add_request(EngineCoreRequest("bad", distinct(0, 200), params))
+    run(core)
+    for number in range(1, 4):
+        ask(core, distinct(number, 200))
+    assert ask(core, distinct(0, 200)).num_cached_tokens == 0
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32),
+    num_jobs=st.integers(1, 30),
+    arguments=SETTINGS,
+    size=st.sampled_from([6 * MIB, 40 * MIB, 1000 * MIB]),
+    loss=st.sampled_from([0.0, 0.0, 0.1]),
+)
+def test_no_output_changes_where_states_come_back(seed, num_jobs, arguments, size, loss):
+    arguments = arguments | {
+        "windows": (0,),
+        "async_scheduling": False,
+        "pipeline_parallel_size": 1,
+        "enable_prefix_caching": True,
+        "kv_offloading_size": size,
+    }
+    core, jobs = make_tight_core(**arguments), random_jobs(seed, num_jobs)
+    core.executor.offload.loss = loss
+    for _ in range(2):
+        assert_as_expected(core, jobs, drive(core, jobs))
+        assert_nothing_left(core)
+    assert core.observer.get_metrics()["num_blocks_corrupt"] == core.executor.offload.num_corrupt
 
 
 def test_fewer_requests_run_where_memory_has_fewer_states():

@@ -40,9 +40,7 @@ class RankThreads:
         self.initialize_kv_cache(num_blocks)
         self.kv_cache_windows = self.ranks[0].kv_cache_windows
         rooms = [rank.num_state_checkpoints for rank in self.ranks]
-        self.num_state_checkpoints = min(
-            (room for room in rooms if room is not None), default=None
-        )
+        self.num_state_checkpoints = min((room for room in rooms if room is not None), default=None)
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
         """It is loaded."""

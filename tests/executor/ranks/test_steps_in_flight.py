@@ -95,6 +95,34 @@ def test_tokens_are_those_of_one_rank(tiny, size: int, num_stages: int, num_seed
     stages.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "num_stages"),
+    [("qwen3_5_text", 1, 2), ("lfm2", 2, 1), ("granitemoehybrid", 2, 2)],
+)
+def test_states_are_kept_and_restored_on_every_rank(
+    tiny, kind: str, size: int, num_stages: int
+) -> None:
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 6, "state_checkpoint_interval": 32}
+    ranks = RankThreads(tiny(kind), size, num_stages, **options)
+    one = start_executor(tiny(kind), enable_prefix_caching=False, **options)
+    rng, found = random.Random(size), []
+    prompts = [[rng.randrange(3, 250) for _ in range(rng.randrange(40, 150))] for _ in range(5)]
+    params = greedy(max_tokens=20)
+    for executor in (one, ranks):
+        core = EngineCore(executor.config, executor, check_every_step=True)
+        core.scheduler.limits.least_samples = 1
+        tokens = []
+        for turn in range(2):
+            for i, prompt in enumerate(prompts):
+                core.add_request(make_request(f"{turn}-{i}", prompt, params))
+            answers = run(core)[0]
+            tokens += [answers[f"{turn}-{i}"].tokens for i in range(len(prompts))]
+        found.append(tokens)
+    assert core.observer.get_metrics()["num_states_restored"] >= len(prompts)
+    assert found[0] == found[1]
+    ranks.shutdown()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probabilities_have_the_bits_of_one_rank(tiny, dtype: str) -> None:
     model, found = tiny("qwen2", num_hidden_layers=4), []

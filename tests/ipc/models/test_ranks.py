@@ -16,8 +16,23 @@ from quire.tests.tiny_models import save_tiny_model
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    kinds = ("qwen2", "olmo2", "gpt_oss")
-    return {kind: str(save_tiny_model(tmp_path_factory.mktemp(kind), kind)) for kind in kinds}
+    made = {
+        "qwen2": {},
+        "olmo2": {},
+        "gpt_oss": {},
+        "qwen3_next": {"linear_num_key_heads": 3, "linear_num_value_heads": 6},
+        "nemotron_h": {"mamba_num_heads": 3, "n_groups": 3},
+        "gemma4_text": {},
+        "gemma4_shared": {"hidden_size_per_layer_input": 0},
+    }
+    return {
+        kind: str(save_tiny_model(tmp_path_factory.mktemp(kind), of_family(kind), **arguments))
+        for kind, arguments in made.items()
+    }
+
+
+def of_family(kind: str) -> str:
+    return "gemma4_text" if kind == "gemma4_shared" else kind
 
 
 @pytest.mark.parametrize(
@@ -32,6 +47,8 @@ def models(tmp_path_factory):
         ("qwen2", {"model_impl": "transformers"}, "must be 1 with a model of type qwen2"),
         ("olmo2", {}, "must be 1 with Olmo2ForCausalLM: q and k are normed over all heads"),
         ("gpt_oss", {}, "must be 1 with GptOssForCausalLM: its attention has sinks"),
+        ("qwen3_next", {}, "must divide the model's linear_num_key_heads=3, or be a multiple of"),
+        ("nemotron_h", {}, "must divide the model's heads of Mamba 2=3, got 2"),
     ],
 )
 def test_what_is_refused(models, kind: str, arguments: dict, words: str) -> None:
@@ -45,6 +62,19 @@ def test_what_is_accepted(models) -> None:
     assert num_ranks(config) == 2
     device = msgspec.structs.replace(config.device_config, device="cuda")
     check_ranks(msgspec.structs.replace(config, device_config=device))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("gemma4_text", "the first stage makes the inputs of all layers"),
+        ("gemma4_shared", "layer 4 reads keys and values of layer 2 in another stage"),
+    ],
+)
+def test_what_stages_refuse(models, kind: str, words: str) -> None:
+    words = f"pipeline_parallel_size: must be 1 with Gemma4ForCausalLM: {words}, got 2"
+    with pytest.raises(InvalidParameterError, match=words):
+        EngineArgs(models[kind], pipeline_parallel_size=2).create_engine_config()
 
 
 def test_stages(models) -> None:

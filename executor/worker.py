@@ -432,7 +432,8 @@ class Worker:
         """
         mode = self.config.scheduler_config.preemption_mode
         # several ranks would measure different costs, and would then move different blocks
-        if mode != "recompute" and self.group.num_ranks == 1:
+        is_able = self.group.num_ranks == 1 and (self._states is not None or self.block_bytes > 0)
+        if mode != "recompute" and is_able:
             self._num_host_blocks = plan_num_host_blocks(
                 self.config,
                 self.block_bytes,
@@ -466,6 +467,14 @@ class Worker:
                 break
         assert self._mover is not None
         swap_s, swap_s_per_block = self._mover.measure()
+        if (states := self._states) is not None:
+            last = len(states.places) - 1
+
+            def swap_state() -> None:
+                states.copy([(0, last), (last, 0)])
+                devices.synchronize(self.device)
+
+            swap_s += shortest_time(swap_state)
         # a token has a part of a block in each group
         num_groups, block_size = len(self.kv_cache_windows), self.config.cache_config.block_size
         return PreemptionCosts(recompute_s, swap_s, swap_s_per_block * num_groups / block_size)

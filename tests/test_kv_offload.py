@@ -12,13 +12,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from quire import LLM, InvalidParameterError, LLMEngine, LoRARequest, SamplingParams
+from quire import LLM, EngineArgs, InvalidParameterError, LLMEngine, LoRARequest, SamplingParams
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.ipc.kv_events import DISK, GPU, KVEventsConfig
+from quire.ipc.models.ranks import row_of
+from quire.kernels.cpu.native.library import library
 from quire.tests.client_forms import closing as closing_engine
 from quire.tests.client_forms import make_engine
 from quire.tests.kv_subscriber import Subscriber
 from quire.tests.lora_adapters import adapted_weights, random_pairs, write_peft
+from quire.tests.tiny_models import save_tiny_model
 
 BLOCK_SIZE, FEW_BLOCKS = 8, 26  # one sequence of 192 tokens
 SETTINGS = dict(
@@ -129,6 +132,74 @@ def test_a_restart_keeps_them_and_two_engines_share_them(tmp_path):
             found = reloaded(second)
             assert run(second, conversations(1, 6)[:1]) == expected[:1]
             assert reloaded(second) == found
+
+
+@pytest.fixture(
+    scope="module",
+    params=["granitemoehybrid", pytest.param("qwen3_5_text", marks=pytest.mark.slow), "mamba2"],
+)
+def hybrid(request, tmp_path_factory) -> dict:
+    """Settings of a model that keeps states, with room for few blocks and fewer checkpoints."""
+    options = {"dtype": "bfloat16", "vocab_size": 1000}
+    model = save_tiny_model(tmp_path_factory.mktemp("hybrid"), request.param, **options)
+    settings = SETTINGS | dict(model=str(model), state_checkpoint_interval=16)
+    model_config = EngineArgs(**settings).create_engine_config().model_config
+    row, _ = row_of(model_config)
+    assert row is not None
+    place_bytes = row.parse(model_config.hf_config).state_bytes(2)
+    return settings | dict(state_cache_memory_bytes=8 * place_bytes)
+
+
+LARGE_HYBRID = LARGE | dict(state_cache_memory_bytes=2**24)
+
+
+def states(engine: LLMEngine) -> tuple[int, int]:
+    metrics = engine.get_metrics()
+    return metrics["num_states_offloaded"], metrics["num_states_reloaded"]
+
+
+@pytest.mark.skipif(library is None, reason="torch's kernels do not promise the same bits")
+def test_states_come_back_with_the_same_bits(hybrid, tmp_path):
+    prompts = conversations(7, 6)
+    with closing_engine(make_engine(**hybrid | LARGE_HYBRID)) as engine:
+        expected = run(engine, prompts)
+    for place in ({}, {"kv_offloading_path": str(tmp_path)}):
+        for is_second in (False, True)[: 1 + len(place)]:
+            offload = dict(kv_offloading_size=0.05, **place)
+            with closing_engine(make_engine(**hybrid | offload)) as engine:
+                assert run(engine, prompts) == expected
+                kept, loaded = states(engine)
+                assert (is_second or kept > 5) and loaded > (12 if is_second else 5)
+                if is_second:  # all that was computed before the restart
+                    missed = engine.get_metrics()["num_prompt_tokens"]
+                    assert missed <= len(prompts) * 3 * 16
+                assert run(engine, prompts[:2], cache_salt="mine") == expected[:2]
+                assert engine.call_utility("check_integrity")
+
+
+@pytest.mark.skipif(library is None, reason="torch's kernels do not promise the same bits")
+@pytest.mark.parametrize("kind", ["cut", "zeros", "bits"])
+def test_damaged_states_cost_time_and_no_token(hybrid, tmp_path, kind):
+    settings = hybrid | dict(kv_offloading_size=0.003, kv_offloading_path=str(tmp_path))
+    prompts = conversations(8, 3, turns=2)
+    with closing_engine(make_engine(**settings)) as engine:
+        expected = run(engine, prompts)
+    damage(file_in(tmp_path), kind)
+    with closing_engine(make_engine(**settings)) as engine:
+        assert run(engine, prompts) == expected
+        assert (engine.get_metrics()["num_blocks_corrupt"] > 0) == (kind != "cut")
+
+
+def test_blocks_and_states_share_the_room(hybrid, tmp_path):
+    """A place that is too small keeps some of both, and never more than its size."""
+    settings = hybrid | dict(kv_offloading_size=0.0008, kv_offloading_path=str(tmp_path))
+    prompts = conversations(9, 6, turns=2)
+    with closing_engine(make_engine(**hybrid | LARGE_HYBRID)) as engine:
+        expected = run(engine, prompts)
+    with closing_engine(make_engine(**settings)) as engine:
+        assert run(engine, prompts) == expected
+        assert states(engine)[0] > 5
+    assert file_in(tmp_path).stat().st_size <= 0.0008 * 2**30
 
 
 def damage(file: Path, kind: str) -> None:

@@ -72,8 +72,8 @@ def test_no_setting_changes_a_bit(model, jobs, expected, settings):
         warm = engine.call_utility("get_metrics")
         if settings.get("enable_prefix_caching", True):
             assert warm["num_states_restored"] > cold["num_states_restored"]
-        # without attention there is nothing in blocks, and so no host memory for them
-        is_swapping = settings.get("preemption_mode") == "swap" and "mamba2" not in model
+        # without attention there is nothing in blocks, but a state is swapped all the same
+        is_swapping = settings.get("preemption_mode") == "swap"
         assert (warm["num_blocks_swapped_in"] > 0) == is_swapping
         engine.call_utility("check_integrity")
 

@@ -1,5 +1,5 @@
-"""Blocks and states that the cache evicts go to a place outside it, and come back for a prompt that
-needs them.
+"""Blocks and states that the cache evicts go to a place outside it, and come back for a prompt
+that needs them.
 
 Must not know: where that place is, files, torch, which request runs when.
 

@@ -123,7 +123,7 @@ class TensorGroup:
         return total.view(x.shape).to(dtype)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """x [R, widths[rank]] of each rank -> [R, sum of widths] of the same dtype, side by side."""
+        """x [R, widths[rank]] of each rank -> [R, sum of widths] of its dtype, side by side."""
         assert self._exchange is not None
         if is_recording():
             assert self._recorded is not None

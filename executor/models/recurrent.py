@@ -155,7 +155,7 @@ def stored_rows(config: GatedDeltaNetConfig) -> dict[str, list[tuple[torch.Tenso
 
 
 def _by_part(num_heads: int, sizes: tuple[int, ...]) -> list[torch.Tensor]:
-    """The stored rows of each part, where a head's rows are neighbours. sizes: of a head's parts."""
+    """The stored rows of each part, where those of a head are neighbours. sizes: of its parts."""
     stored = torch.arange(num_heads * sum(sizes)).view(num_heads, -1)
     return [part.flatten() for part in stored.split(sizes, dim=1)]
 

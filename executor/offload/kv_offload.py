@@ -32,8 +32,8 @@ def identity_of(
     """Returns 32 bytes for all that a block's content depends on beside its tokens: model, weights,
     types, kernels and layout.
 
-    `directory`: of the weights; None: random ones. `shapes`: of each layer's page of a block, and of
-    the parts of a state.
+    `directory`: of the weights; None: random ones. `shapes`: of each layer's page of a block, and
+    of the parts of a state.
     """
     model, device = config.model_config, config.device_config
     weights: list[Any] = ["random", model.seed]

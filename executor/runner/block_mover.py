@@ -61,8 +61,10 @@ class BlockMover:
     def measure(self) -> tuple[float, float]:
         """Seconds for a swap out and in of any size, and per block.
 
-        Call it while the cache is empty.
+        Call it while the cache is empty. Blocks without bytes take no time.
         """
+        if not self._host_caches:
+            return 0.0, 0.0
         most = min(MEASURED_BLOCKS, len(self._host_caches[0]), len(self._layers[0].key_cache) - 1)
         one_s, all_s = (self._time(count) for count in (1, most))
         per_block_s = max(0.0, all_s - one_s) / max(1, most - 1)

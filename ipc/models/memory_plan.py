@@ -200,17 +200,17 @@ def plan_num_host_blocks(
     config: EngineConfig, block_bytes: int, free_bytes: int, windows: Sequence[int] = (0,)
 ) -> int:
     """Host blocks for preempted requests: what fits swap_space and SWAP_MEMORY_FRACTION of
-    `free_bytes`, but at most what all requests need. `windows`: see KVLayout.
+    `free_bytes`, but at most what all requests need. `windows`: see KVLayout. Blocks without bytes,
+    of a model whose layers all keep states, are as many as all requests need, unless swap_space is
+    0.
     """
-    if not block_bytes:  # recomputing a text is all there is
-        return 0
+    most = _most_blocks(config, windows) - 1
+    if not block_bytes:
+        return most if config.cache_config.swap_space else 0
     wanted_bytes = int(config.cache_config.swap_space * 2**30)
     number = config.device_config.data_parallel_size  # of engines that share this memory
     num_bytes = min(wanted_bytes, int(free_bytes * SWAP_MEMORY_FRACTION / number))
     if num_bytes < wanted_bytes:
         sizes = wanted_bytes / 2**30, num_bytes / 2**30, 100 * SWAP_MEMORY_FRACTION
         logger.info("swap_space: %.1f GiB wanted, %.1f GiB taken, %d %% of the free memory", *sizes)
-    blocks_per_sequence = make_layout(config, windows).most_blocks(
-        resolved(config.model_config.max_model_len)
-    )
-    return min(num_bytes // block_bytes, blocks_per_sequence * config.scheduler_config.max_num_seqs)
+    return min(num_bytes // block_bytes, most)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import torch
 from quire.executor.input_batch import InputBatch
 from quire.executor.runner.state_table import ALL_KNOWN, StateTable
@@ -15,6 +16,7 @@ from quire.executor.state_memory import StateMemory
 from quire.ipc.models.state_layout import ALIGNMENT, StatePart, place_parts
 from quire.ipc.params import SamplingParams
 from quire.ipc.step_messages import NewRequestData, SchedulerOutput
+from quire.tests.executor.driver import start_executor
 
 
 class Layer:
@@ -121,3 +123,14 @@ def test_a_burst_keeps_the_state_after_its_last_token_and_continued_rows_follow(
     assert states is not None
     assert states.last_positions.tolist() == [4]
     assert states.copy_positions.tolist() == [4] and states.copy_places.tolist() == [3]
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "granitemoehybrid"])
+def test_states_are_swapped_also_without_blocks(tiny, kind: str) -> None:
+    """What a swap costs includes the copies of the state."""
+    worker = start_executor(tiny(kind), preemption_mode="auto", max_num_seqs=2)
+    num_host_blocks, costs = worker.initialize_swap_space()
+    assert num_host_blocks > 0 and costs.swap_s > 0 and costs.recompute_s_per_token > 0
+    assert (costs.swap_s_per_token == 0) == (kind == "mamba2")
+    worker = start_executor(tiny(kind), preemption_mode="auto", swap_space=0.0)
+    assert worker.initialize_swap_space()[0] == 0

@@ -80,7 +80,7 @@ class NativeExchange:
         return out
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """x [R, widths[rank]] of each rank -> [R, sum of widths] of the same dtype, side by side."""
+        """x [R, widths[rank]] of each rank -> [R, sum of widths] of its dtype, side by side."""
         self._check(*widths)
         x = as_matrix(x)
         key = tuple(accumulate(widths, initial=0))

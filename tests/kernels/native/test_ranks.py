@@ -125,16 +125,18 @@ def test_all_ranks_have_the_rounded_sum_in_the_order_of_ranks(
                 assert out.dtype == dtype and torch.equal(out, wanted.to(dtype))
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_columns_of_different_widths_are_put_side_by_side(libraries, num_threads: int) -> None:
+@pytest.mark.parametrize(
+    ("num_threads", "dtype"), [(1, torch.float32), (3, torch.float32), (2, torch.bfloat16)]
+)
+def test_columns_of_different_widths_are_put_side_by_side(libraries, num_threads, dtype) -> None:
     widths, group = [5000, 300, 4097], Group(3)
     for one in libraries:
         one.set_num_threads(num_threads, [-1] * num_threads)
     for num_rows in (0, 1, 2, 7):
-        whole = torch.randn(num_rows, sum(widths))
+        whole = torch.randn(num_rows, sum(widths)).to(dtype)
         parts = whole.split(widths, dim=1)
         for out in on_ranks(libraries, group, lambda r, one: one.all_gather(parts[r], widths)):
-            assert torch.equal(out, whole)
+            assert out.dtype == dtype and torch.equal(out, whole)
 
 
 @pytest.mark.parametrize("awake_s", [0.0, 1e-3])

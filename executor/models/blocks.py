@@ -10,7 +10,7 @@ import torch
 from ...ipc.models.architectures import PLAIN_NAMES, TensorNames
 from ...ipc.models.decoder_config import GATE_OF_ELEMENTS, GATE_OF_HEADS, DecoderConfig
 from ...kernels.ops import AttentionMetadata
-from .layers import LayerFactory, Rope, Weights
+from .layers import LayerFactory, Linear, Rope, Weights
 
 FUSED_PARTS = (
     "rms_norm",
@@ -61,16 +61,10 @@ class Attention:
         self.gate_proj = make.linear(config.hidden_size, of_heads) if is_by_head else None
         if not own.has_values:
             del shards["v_proj"]
-        orders = {}
         if is_merged:
-            shards = {"qkv_proj": q_rows + 2 * kv_rows}
-            if make.is_divided:
-                rows = torch.arange(q_rows + 2 * kv_rows).split((q_rows, kv_rows, kv_rows))
-                heads = config.num_attention_heads, own.num_kv_heads, own.num_kv_heads
-                orders = {"qkv_proj": make.kept_rows(*zip(rows, heads))}
-        self.qkv_proj = make.linear(
-            config.hidden_size, shards, qkv_bias, unit=self.head_dim, orders=orders
-        )
+            self.qkv_proj = self._merged_qkv(make, config, layer, qkv_bias)
+        else:
+            self.qkv_proj = make.linear(config.hidden_size, shards, qkv_bias, unit=self.head_dim)
         self.o_proj = make.row_linear(names.o_proj, q_rows, config.hidden_size, o_bias)
         q_size, k_size = (q_rows, kv_rows) if qk_norm_whole else (self.head_dim, self.head_dim)
         self.q_norm = make.norm(names.q_norm, q_size, config) if qk_norm else None
@@ -94,6 +88,18 @@ class Attention:
             else (None, None, 0.0)
         )
         self._q_rows = self.num_heads * self.head_dim
+
+    def _merged_qkv(
+        self, make: LayerFactory, config: DecoderConfig, layer: int, has_bias: bool
+    ) -> Linear:
+        """The projection whose queries, keys and values are one tensor of the checkpoint."""
+        of_keys = config.layer(layer).num_kv_heads
+        heads = config.num_attention_heads, of_keys, of_keys
+        sizes, orders = [count * self.head_dim for count in heads], {}
+        if make.is_divided:
+            parts = zip(torch.arange(sum(sizes)).split(sizes), heads)
+            orders = {"qkv_proj": make.kept_rows(*parts)}
+        return make.linear(config.hidden_size, {"qkv_proj": sum(sizes)}, has_bias, orders=orders)
 
     def _can_fuse(self) -> bool:
         """Whether one implementer provides the fused operation and its parts: a user's kernel for

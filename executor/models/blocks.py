@@ -53,9 +53,8 @@ class Attention:
         self.head_dim = own.head_dim
         q_rows, kv_rows = (n * own.head_dim for n in (config.num_attention_heads, own.num_kv_heads))
         self.gate = config.attention_gate
-        shards = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        if self.gate == GATE_OF_ELEMENTS:
-            shards["q_proj"] *= 2
+        of_queries = 2 * q_rows if self.gate == GATE_OF_ELEMENTS else q_rows
+        shards = {"q_proj": of_queries, "k_proj": kv_rows, "v_proj": kv_rows}
         of_heads = {names.attention_gate: config.num_attention_heads}
         is_by_head = self.gate == GATE_OF_HEADS
         self.gate_proj = make.linear(config.hidden_size, of_heads) if is_by_head else None

@@ -25,6 +25,8 @@ FOREIGN = {
     *("filters", "tests", "globals", "iter"),  # jinja2
     *("_devices", "_threads", "_timeout"),  # torch.distributed's options
     *("_modules", "_parameters"),  # torch.nn.Module
+    # of torch.backends.cuda.matmul
+    *("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"),
     *("sum", "origin"),  # of a Prometheus histogram; Call.origin, no member of the struct
     *("writeable", "monitor_interval", "min_width", "enable_cpr", "samples"),
     *("more_body", "transport", "chunked_encoding", "expected_content_length"),  # uvicorn's cycle

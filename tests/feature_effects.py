@@ -35,6 +35,10 @@ def shows_swap(seen: Run) -> None:
     )
 
 
+def shows_offload(seen: Run) -> None:
+    assert seen.counters["num_blocks_offloaded"] > 0 == seen.counters["num_blocks_corrupt"]
+
+
 def shows_states(seen: Run) -> None:
     """What is found in the cache begins with a state that was kept."""
     hits, restored = seen.counters["prefix_cache_hits"], seen.counters["num_states_restored"]

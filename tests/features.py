@@ -15,6 +15,7 @@ from quire.tests.feature_effects import (
     shows_drafts,
     shows_hits,
     shows_multi_step,
+    shows_offload,
     shows_overlap,
     shows_pause,
     shows_priority,
@@ -59,6 +60,11 @@ RECOMPUTE = Feature(
     dict(preemption_mode="recompute", num_gpu_blocks_override=FEW_BLOCKS),
 )
 SWAP = Feature("swap", shows_swap, dict(preemption_mode="swap", num_gpu_blocks_override=FEW_BLOCKS))
+OFFLOAD = Feature(
+    "offload",
+    shows_offload,
+    dict(enable_prefix_caching=True, kv_offloading_size=0.02, num_gpu_blocks_override=FEW_BLOCKS),
+)
 OVERLAP = Feature("overlap", shows_overlap, dict(async_scheduling=True))
 MULTI_STEP = Feature("multi-step", shows_multi_step, dict(num_scheduler_steps=4))
 # the shortest prompts of the workload repeat themselves, and so do some answers
@@ -146,6 +152,7 @@ FEATURES = (
     PREFIX_CACHE,
     RECOMPUTE,
     SWAP,
+    OFFLOAD,
     N,
     BEAMS,
     LOGPROBS,

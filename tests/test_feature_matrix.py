@@ -5,8 +5,9 @@ of a pair are compared with those of the same requests, run one at a time by an 
 features. If a feature changes the requests, those outputs are also compared with the outputs of the
 same requests without it.
 
-Four pairs need special treatment:
+Five pairs need special treatment:
 
+- recompute and offload: what is kept elsewhere is not computed again, so the place is small.
 - recompute and swap are two values of preemption_mode. The pair is "swap" with little host memory,
   where some requests must recompute.
 - n > 1 is refused with temperature=0 (REFUSED). Requests with n > 1 are sampled here.
@@ -51,6 +52,7 @@ from quire.tests.features import (
     HYBRID,
     LORA,
     MULTI_STEP,
+    OFFLOAD,
     OVERLAP,
     PREFIX_CACHE,
     QUANTIZED,
@@ -65,6 +67,9 @@ from quire.tests.workloads import Job
 APART = (
     {MULTI_STEP.name, SPECULATION.name},
     {OVERLAP.name, SPECULATION.name},
+    # blocks move between steps, and those of adapters are not kept (tests/test_kv_offload.py)
+    {OVERLAP.name, OFFLOAD.name},
+    {LORA.name, OFFLOAD.name},
     # these are other models: a file of the bundled one, its adapters, transformers' code
     {HYBRID.name, GGUF.name},
     {HYBRID.name, LORA.name},
@@ -77,7 +82,10 @@ HOST_BLOCKS = 3  # some requests of the workload that are preempted are smaller,
 TOGETHER = {
     frozenset({RECOMPUTE.name, SWAP.name}): dict(
         preemption_mode="swap", swap_space=HOST_BLOCKS * BLOCK_BYTES / 2**30
-    )
+    ),
+    frozenset({RECOMPUTE.name, OFFLOAD.name}): dict(
+        kv_offloading_size=2 * HOST_BLOCKS * BLOCK_BYTES / 2**30
+    ),
 }
 
 EXAMPLES = dict(
@@ -226,9 +234,9 @@ def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
 @pytest.mark.parametrize(
     "left_out",
     [
-        (RECOMPUTE, FALLBACK, SPECULATION, LORA, HYBRID),
-        (SWAP, FALLBACK, MULTI_STEP, OVERLAP, HYBRID),
-        (RECOMPUTE, FALLBACK, SPECULATION, LORA, GGUF),
+        (RECOMPUTE, FALLBACK, SPECULATION, LORA, OFFLOAD, HYBRID),
+        (SWAP, FALLBACK, MULTI_STEP, OVERLAP, OFFLOAD, HYBRID),
+        (RECOMPUTE, FALLBACK, SPECULATION, LORA, OFFLOAD, GGUF),
     ],
     ids=["several steps", "drafts and adapters", "hybrid"],
 )

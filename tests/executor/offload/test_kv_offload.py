@@ -1,8 +1,9 @@
 """Moving blocks between caches and a store, and what a store's blocks depend on."""
 
+import pytest
 import torch
 from quire.executor.offload.block_store import BlockStore
-from quire.executor.offload.kv_offload import KVOffload, identity_of
+from quire.executor.offload.kv_offload import KVOffload, identity_of, piece_name
 from quire.tests.fakes import make_config
 
 
@@ -27,6 +28,54 @@ def test_blocks_move_between_caches_of_all_types():
             assert not cache[[0, 1, 3]].any()
         offload.close()
         assert offload.store([(1, a)]) == 0 and offload.count_present([a]) == 0
+
+
+@pytest.mark.parametrize("place_bytes", [100, 5000, 768])
+def test_a_state_is_kept_in_pieces_of_the_size_of_a_block(place_bytes: int) -> None:
+    caches = make_caches(torch.bfloat16)
+    block_bytes = sum(cache[0].nbytes for cache in caches)
+    states = torch.randint(256, (4, place_bytes), dtype=torch.uint8)
+    store = BlockStore(None, 2**18, block_bytes, bytes(32), tracks_changes=True)
+    offload, before = KVOffload(store, lambda: caches, lambda: states), states.clone()
+    assert offload.blocks_per_state == -(-place_bytes // block_bytes)
+    a, b, c = (bytes([i]) * 32 for i in range(1, 4))
+    assert offload.store_states([(1, b), (3, c)]) == 2 and offload.store([(0, a)]) == 1
+    assert offload.store_states([(3, c)]) == 0  # it is there
+    assert offload.count_to_state([a, b, c]) == 3 and offload.count_to_state([c, b, a]) == 2
+    assert offload.count_present([b]) == 0 and offload.count_to_state([a]) == 0
+    assert offload.take_changes() == ([a], [])  # the names of blocks alone
+    assert offload.load_state(0, c) and torch.equal(states[0], before[3])
+    assert torch.equal(states[1:], before[1:]) and not offload.load_state(0, a)
+    offload.remove([c, a])
+    assert offload.count_to_state([a, b, c]) == 2 and offload.take_changes() == ([], [a])
+    offload.clear()
+    assert offload.count_to_state([a, b, c]) == 0
+    offload.close()
+    assert offload.store_states([(0, a)]) == 0
+
+
+def test_a_state_that_has_lost_a_piece_is_not_there() -> None:
+    caches, states = make_caches(torch.float32), torch.ones(2, 9000, dtype=torch.uint8)
+    block_bytes = sum(cache[0].nbytes for cache in caches)
+    store = BlockStore(None, 2**18, block_bytes, bytes(32))
+    offload, name = KVOffload(store, lambda: caches, lambda: states), b"a" * 32
+    offload.store_states([(0, name)])
+    store.remove([piece_name(name, offload.blocks_per_state - 1)])
+    assert offload.count_to_state([name]) == 0 and not offload.load_state(1, name)
+    small = BlockStore(None, 2**15, block_bytes, bytes(32))
+    offload.use_store(small)
+    assert small.num_places < offload.blocks_per_state
+    assert offload.store_states([(0, name)]) == 0 == len(small)  # it is larger than the store
+
+
+def test_a_model_without_attention_has_all_its_blocks() -> None:
+    states = torch.arange(100, dtype=torch.uint8).view(2, 50)
+    offload = KVOffload(BlockStore(None, 2**16, 50, bytes(32)), list, lambda: states)
+    names = [bytes([i]) * 32 for i in range(3)]
+    assert offload.store([(0, names[0])]) == 0 and offload.count_present(names) == 3
+    assert offload.store_states([(1, names[1])]) == 1 and offload.count_to_state(names) == 2
+    assert offload.load([(0, names[0])]) == 1 and offload.load_state(0, names[1])
+    assert torch.equal(states[0], states[1])
 
 
 def test_an_identity_depends_on_all_that_changes_a_block(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from quire.frontend.cli.plan import render
 from quire.frontend.model_info import plan as planning
 from quire.frontend.model_info.plan import RUNTIME_BYTES
+from quire.ipc.models.state_layout import place_parts
 from quire.tests.executor.engine_threads import EngineThreads
 from quire.tests.executor.rank_threads import RankThreads
 from quire.tests.frontend.model_info.test_plan import GIB, SLOW, plan, save_big
@@ -45,6 +46,24 @@ def test_ranks_allocate_what_the_plan_predicts(
     assert stated.kv_cache_bytes == max(cache_bytes) * tp * pp
     weights_bytes = sum(usage["weights_bytes"] for usage in usages)
     assert stated.weights_bytes <= weights_bytes < 1.2 * stated.weights_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "pp"), [("qwen3_5_text", 2, 1), ("lfm2", 1, 3), ("bamba", 4, 1), ("bamba", 2, 2)]
+)
+def test_ranks_keep_the_states_that_the_plan_predicts(kind, tp, pp, tmp_path: Path) -> None:
+    model = str(save_tiny_model(tmp_path, kind))
+    arguments: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory_bytes": 200_000}
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    stated = plan(model, dtype="float32", device="cpu", **arguments, **sizes)
+    ranks = RankThreads(model, tp, pp, **arguments)
+    parts = [
+        [part for layer in rank.model.state_layers() for part in layer.state_parts]
+        for rank in ranks.ranks
+    ]
+    ranks.shutdown()
+    assert stated.states is not None
+    assert stated.states.bytes_of_one == max(place_parts(own, 4)[1] for own in parts)
 
 
 @pytest.mark.parametrize(

@@ -90,4 +90,4 @@ def daemon(directory: Path, **settings) -> Iterator[str]:
         yield address
     finally:
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0

@@ -39,6 +39,7 @@ class TroubledExecutor(FakeExecutor):
       with this token in its prompt so many output tokens.
     - "hang_once": a path; a step from the 20th on that does not find this file makes it and does
       not end.
+    - "hold": [path, num_steps]; see Hold.
     - "raise_once": [where, path]; the first step after the fifth that does not find this file makes
       it and raises, in the "scheduler" or the "model".
     - "slow_call_s": the duration of collective_rpc, in seconds.
@@ -78,6 +79,10 @@ class TroubledExecutor(FakeExecutor):
         if (path := self.trouble.get("hang_once")) and step.step >= 20 and not Path(path).exists():
             Path(path).touch()
             time.sleep(1000)
+        if hold := self.trouble.get("hold"):
+            while len(self.steps) >= hold[1] and Path(hold[0]).exists():
+                Path(hold[0]).with_name("held").touch()
+                time.sleep(0.005)
         output = super().execute_model(step)
         if poison := self.trouble.get("poison"):
             for slot in (self.slots[number] for number in step.slots):
@@ -98,6 +103,28 @@ class TroubledExecutor(FakeExecutor):
         future: Future[None] = Future()
         threading.Timer(self.trouble.get("grammar_delay_s", 0.0), future.set_result, [None]).start()
         return future
+
+
+class Hold:
+    """Makes engines with the fake executor wait in the middle of their requests, so that what a
+    test does there meets them, however late the test's process comes to it.
+
+    Between `begin` and `end` an engine that has run `num_steps` steps waits in the next one.
+    """
+
+    def __init__(self, directory: Path, num_steps: int):
+        self._file = directory / "hold"
+        self.overrides = {"hold": [str(self._file), num_steps]}  # for hf_overrides
+
+    def begin(self) -> None:
+        self._file.touch()
+
+    def is_reached(self) -> bool:
+        """Whether an engine waits, or has waited."""
+        return self._file.with_name("held").exists()
+
+    def end(self) -> None:
+        self._file.unlink(missing_ok=True)
 
 
 def record_messages(set_attribute: Callable[[type, str, Callable], None] = setattr) -> None:
@@ -195,7 +222,7 @@ def daemon(directory: Path, config: EngineConfig):
         process.stderr.close()
 
 
-def wait_until(holds, timeout_s: float = 10.0) -> float:
+def wait_until(holds, timeout_s: float = 60.0) -> float:
     """Wait until `holds()` is true and return the seconds waited; fail after `timeout_s`."""
     begin = time.monotonic()
     while not holds():

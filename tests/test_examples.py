@@ -153,5 +153,5 @@ def test_the_web_application(tmp_path: Path) -> None:
                 read("/complete?prompt=" + "word%20" * 5000)
         finally:
             app.terminate()
-            app.wait(timeout=30)
+            app.wait(timeout=60)
     assert app.returncode == 0 or app.returncode == -15

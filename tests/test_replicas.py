@@ -12,16 +12,20 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import httpx2 as httpx
 import psutil
 import pytest
 from quire import AsyncLLM, LLMEngine, RequestOutput, SamplingParams
+from quire.frontend.clients.replicas.start import start_replicas
 from quire.ipc.params import StructuredOutputsParams
+from quire.tests import held_engine
 from quire.tests.client_forms import closing, engine_args, make_engine
 from quire.tests.frontend.server.conftest import running_server
 
 NUM_CONVERSATIONS, NUM_TURNS, NUM_ANSWER = 10, 4, 8
+NUM_HELD = 150  # tokens of a request in the KV cache at which an engine waits for its end
 SETTINGS = dict(max_model_len=512, num_gpu_blocks_override=1200)
 
 
@@ -32,10 +36,14 @@ def one_engine() -> Iterator[LLMEngine]:
 
 
 class Replicas:
-    def __init__(self) -> None:
-        self.runner = asyncio.Runner()
+    """Two engines. While the file `hold` exists, they wait before their requests end."""
+
+    def __init__(self, hold: Path) -> None:
+        self.runner, self.hold = asyncio.Runner(), hold
         args = engine_args(data_parallel_size=2, engine_restarts=100, **SETTINGS)
-        self.llm = self.runner.run(AsyncLLM.start(args))
+        config = args.create_engine_config()
+        starting = start_replicas(config, command=held_engine.command(hold, NUM_HELD))
+        self.llm = AsyncLLM(config, self.runner.run(starting))
 
     def run(self, coroutine):
         return self.runner.run(asyncio.wait_for(coroutine, 120))
@@ -46,8 +54,8 @@ class Replicas:
 
 
 @pytest.fixture(scope="module")
-def replicas() -> Iterator[Replicas]:
-    replicas = Replicas()
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    replicas = Replicas(tmp_path_factory.mktemp("replicas") / "hold")
     yield replicas
     replicas.close()
 
@@ -154,23 +162,27 @@ def expected_of(engine: LLMEngine, wanted: dict) -> dict[str, list]:
     return said_by
 
 
-async def stream_and_kill(llm: AsyncLLM, wanted: dict, victims: list[int]) -> dict[str, list]:
-    """Streams all, and kills these replicas, each when the one before is back."""
-    client, num_outputs = llm.client, 0
+async def stream_and_kill(replicas: Replicas, wanted: dict, victims: list[int]) -> dict[str, list]:
+    """Streams all, and kills these replicas, each when the one before is back. `hold` ends with the
+    first.
+    """
+    llm, client = replicas.llm, replicas.llm.client
+    num_tokens = dict.fromkeys(wanted, 0)
 
     async def one(request_id: str) -> tuple[str, list]:
-        nonlocal num_outputs
         prompt, own = wanted[request_id]
         async for output in llm.generate({"prompt_token_ids": prompt}, own, request_id):
-            num_outputs += 1
+            num_tokens[request_id] = len(output.outputs[0].token_ids)
         assert output.error is None, output.error
         return request_id, said(output)
 
     async def kill() -> None:
         for number, victim in enumerate(victims):
-            while num_outputs < len(wanted) * 5 * (number + 1) or not all(client.engines_up()):
+            num_seen = len(wanted) * 5 * (number + 1)
+            while sum(num_tokens.values()) < num_seen or not all(client.engines_up()):
                 await asyncio.sleep(0.001)
             os.kill(client._replicas[victim].client.engine_pid, signal.SIGKILL)
+            replicas.hold.unlink(missing_ok=True)
             while all(client.engines_up()):
                 await asyncio.sleep(0.001)
 
@@ -183,7 +195,8 @@ async def stream_and_kill(llm: AsyncLLM, wanted: dict, victims: list[int]) -> di
 def test_no_stream_fails_or_differs_when_a_replica_is_killed(one_engine, replicas) -> None:
     wanted = requests(12, max_tokens=100)
     expected = expected_of(one_engine, wanted)
-    assert replicas.run(stream_and_kill(replicas.llm, wanted, [1])) == expected
+    replicas.hold.touch()
+    assert replicas.run(stream_and_kill(replicas, wanted, [1])) == expected
     restarts = replicas.llm.client.restarts
     assert restarts.num_resumed >= 3 and restarts.num_quarantined == 0
 
@@ -195,7 +208,7 @@ def test_kills_at_random_under_many_streams(one_engine, replicas, seed: int) -> 
     wanted = {f"{seed}-{key}": value for key, value in requests(32, max_tokens=150).items()}
     expected = expected_of(one_engine, wanted)
     victims = [rng.randrange(2) for _ in range(3)]
-    assert replicas.run(stream_and_kill(replicas.llm, wanted, victims)) == expected
+    assert replicas.run(stream_and_kill(replicas, wanted, victims)) == expected
 
 
 @pytest.mark.chaos

@@ -46,7 +46,7 @@ def request(request_id: str, max_tokens: int = 50) -> EngineCoreRequest:
 @pytest.fixture
 def clients(tmp_path):
     """Open clients of one daemon."""
-    config = make_config(hf_overrides={"delay_s": 0.005}, startup_timeout_s=30.0)
+    config = make_config(hf_overrides={"delay_s": 0.005}, startup_timeout_s=120.0)
     opened = []
     with daemon(tmp_path, config) as (address, _):
         yield lambda: opened.append(open_blocking(MPClient.start(config, address))) or opened[-1]
@@ -82,7 +82,7 @@ def test_another_clients_pause_blocks_until_it_resumes(clients, end):
         other.shutdown()
     else:
         other.call_utility(end)
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
     assert tokens == expected_output([1, 2, 3], request("r").sampling_params, [], make_config())[0]
 
@@ -112,13 +112,13 @@ def test_pause_with_wait_covers_all_clients(clients):
     other.call_utility("pause", "wait")
     state = other.call_utility("scheduler_state")
     assert state["requests"] == [] and state["is_paused"]
-    thread.join(20)
+    thread.join(60)
     assert len(tokens) == 50
 
 
 @pytest.mark.parametrize("how", ["pause", "sleep"])
 def test_a_paused_engine_can_drain(how):
-    client = open_blocking(MPClient.start(make_config(startup_timeout_s=30.0), command=COMMAND))
+    client = open_blocking(MPClient.start(make_config(startup_timeout_s=120.0), command=COMMAND))
     client.add_request(request("r"))
     client.call_utility(*(["pause", "keep"] if how == "pause" else ["sleep"]))
     thread_error: list[Exception] = []
@@ -133,7 +133,7 @@ def test_a_paused_engine_can_drain(how):
     thread = threading.Thread(target=wait)
     thread.start()
     os.kill(client.engine_pid, signal.SIGTERM)
-    thread.join(10)
+    thread.join(60)
     assert "asked to leave" in str(thread_error[0])
     client.shutdown()
 
@@ -144,7 +144,7 @@ def test_a_paused_engine_can_drain(how):
     ids=lambda stop: stop[0] + str(stop[1]),
 )
 def test_a_stopped_engine_with_waiting_requests_does_not_spin(stop):
-    client = open_blocking(MPClient.start(make_config(startup_timeout_s=30.0), command=COMMAND))
+    client = open_blocking(MPClient.start(make_config(startup_timeout_s=120.0), command=COMMAND))
     if stop[1] != "wait":
         client.add_request(request("r", 200))
         client.get_output()

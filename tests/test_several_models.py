@@ -164,8 +164,8 @@ def test_what_is_too_large_says_what_would_help(
         [loading] = engines(running)
         running.process.send_signal(signal.SIGINT)
         began = time.monotonic()
-        assert running.process.wait(timeout=20) == 130, running.log()
-        assert time.monotonic() - began < 10
+        assert running.process.wait(timeout=60) == 130, running.log()
+        assert time.monotonic() - began < 25  # drain_timeout_s is 30
         assert not loading.is_running() or loading.status() == psutil.STATUS_ZOMBIE
         assert "Traceback" not in running.log()
 
@@ -176,8 +176,8 @@ def test_no_process_stays(checkpoints: dict[str, Path]) -> None:
         children = engines(running)
         assert len(children) == 1
         running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(timeout=20) == 0
-    _, alive = psutil.wait_procs(children, timeout=5)
+        assert running.process.wait(timeout=60) == 0
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
 
 

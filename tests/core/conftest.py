@@ -16,7 +16,7 @@ def open_client():
         clients.append(
             open_blocking(
                 MPClient.start(
-                    make_config(startup_timeout_s=30.0, **arguments), engine, command=COMMAND
+                    make_config(startup_timeout_s=120.0, **arguments), engine, command=COMMAND
                 )
             )
         )

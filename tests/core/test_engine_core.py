@@ -305,7 +305,7 @@ def test_shutdown_reaches_the_executor():
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_request_ends_at_its_deadline(async_scheduling):
     core = make_core(async_scheduling=async_scheduling, max_num_seqs=2)
-    soon = time.monotonic() + 0.2
+    soon = time.monotonic() + 0.5
     for name in ("running", "waiting"):
         core.add_request(make_request(f"other {name}", params=greedy(max_tokens=30)))
         core.add_request(make_request(name, params=greedy(max_tokens=250), deadline=soon))

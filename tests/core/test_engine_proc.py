@@ -10,12 +10,14 @@ import gc
 import os
 import queue
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -35,7 +37,7 @@ from quire.ipc.messages import (
 from quire.ipc.process import SignalPipe
 from quire.ipc.sockets import ENGINE_IDENTITY, Wire, connect_push, make_context, receive
 from quire.tests.core.engine_clients import collect, make_request
-from quire.tests.fake_engine import COMMAND, TroubledExecutor, daemon, wait_until
+from quire.tests.fake_engine import COMMAND, Hold, TroubledExecutor, daemon, wait_until
 from quire.tests.fakes import expected_output, make_config
 from quire.tests.frames import CLIENT_MESSAGES, ENGINE_MESSAGES, NUM_FRAMES, mutations
 from quire.tests.wires import ClientEnds
@@ -52,15 +54,34 @@ def expected(request: EngineCoreRequest, config) -> list[int]:
 # ---------------------------------------------------------------- signals
 
 
-def test_sigterm_drains(open_client):
+def send(pid: int, number: signal.Signals) -> None:
+    """Send a signal and wait until the process has it: another one meanwhile would be lost."""
+
+    def is_pending() -> bool:
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        pending = int(re.search(r"ShdPnd:\s*(\w+)", status)[1], 16)
+        return bool(pending & 1 << number - 1)
+
+    os.kill(pid, number)
+    wait_until(lambda: not is_pending())
+    time.sleep(0.1)
+
+
+def test_sigterm_drains(open_client, tmp_path):
     """A child takes requests as long as it has some."""
-    client = open_client(hf_overrides={"delay_s": 0.03})
+    hold = Hold(tmp_path, 10)
+    client = open_client(hf_overrides={"delay_s": 0.03} | hold.overrides)
     running = make_request("running", max_tokens=20)
+    hold.begin()
     client.add_request(running)
     client.get_output()
     os.kill(client.engine_pid, signal.SIGTERM)
     time.sleep(0.1)
     client.add_request(make_request("late"))
+    hold.end()
     results = collect(client, "running", "late")
     assert len(results["running"][0]) == 19 and results["running"][1].reason == FinishReason.LENGTH
     assert results["late"][1].reason == FinishReason.LENGTH
@@ -76,22 +97,20 @@ def test_an_immediate_shutdown_ends_in_the_middle_of_a_step(open_client, signals
     client.add_request(make_request("slow"))
     time.sleep(0.2)
     for number in signals:
-        os.kill(client.engine_pid, number)
-        time.sleep(0.1)
+        send(client.engine_pid, number)
     begin = time.monotonic()
     with pytest.raises(EngineDeadError, match=f"exited with code {128 + signals[-1]}"):
         client.get_output()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 20
 
 
 def test_sigterm_during_start_up(open_client, tmp_path):
-    config = make_config(hf_overrides={"at_load": "hang"}, startup_timeout_s=30.0)
+    config = make_config(hf_overrides={"at_load": "hang"}, startup_timeout_s=120.0)
     with daemon(tmp_path, config) as (_, process):
         assert process.stderr.readline() == b"hanging\n"  # earlier, the first signal would end it
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(5) == 128 + signal.SIGTERM
+        send(process.pid, signal.SIGTERM)
+        send(process.pid, signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
 
 
 # ---------------------------------------------------------------- idleness
@@ -123,7 +142,7 @@ def test_a_deadline_passes_while_the_engine_is_paused(open_client):
     request = make_request("r", max_tokens=5)
     deadline = time.monotonic() + 0.2
     client.add_request(msgspec.structs.replace(request, deadline=deadline))
-    assert client.client._connection.pull.poll(5000)
+    assert client.client._connection.pull.poll(60_000)
     outputs = client.get_output()
     assert [end.reason for end in outputs.finished] == [FinishReason.TIMEOUT]
     assert time.monotonic() >= deadline
@@ -201,8 +220,8 @@ def test_a_slow_reader_blocks_the_steps_but_not_the_engine(monkeypatch):
     thread = threading.Thread(target=lambda: exit_codes.append(proc.run(config)))
     thread.start()
     encoder, decoder = MessageEncoder(limit), MessageDecoder(EngineMessage, limit)
-    assert router.poll(5000) and receive(router)
-    while pull.poll(5000) and not isinstance(decoder.decode(receive(pull)), Ready):
+    assert router.poll(60_000) and receive(router)
+    while pull.poll(60_000) and not isinstance(decoder.decode(receive(pull)), Ready):
         pass  # its progress
     requests = [make_request(f"{i}-{'x' * 2000}", max_tokens=300, prompt=[i]) for i in range(4)]
     for request in requests:
@@ -213,7 +232,7 @@ def test_a_slow_reader_blocks_the_steps_but_not_the_engine(monkeypatch):
     assert len(executors[0].steps) <= num_steps + 1 < 300
     tokens, num_finished = {request.request_id: [] for request in requests}, 0
     while num_finished < 4:
-        assert pull.poll(5000)
+        assert pull.poll(60_000)
         message = decoder.decode(receive(pull))
         if isinstance(message, EngineCoreOutputs):
             for request_id, token_id in zip(message.request_ids, message.token_ids, strict=True):
@@ -223,7 +242,7 @@ def test_a_slow_reader_blocks_the_steps_but_not_the_engine(monkeypatch):
         expected(request, config) for request in requests
     ]
     router.send_multipart([ENGINE_IDENTITY, *encoder.encode(Shutdown())])
-    thread.join(5)
+    thread.join(60)
     assert exit_codes == [0]
     ends.close()
     context.term()
@@ -296,7 +315,9 @@ from quire.tests.core.test_engine_proc import make_request, collect
 from quire.tests.fake_engine import open_blocking
 from quire.tests.fakes import make_config
 name, address = sys.argv[1:]
-client = open_blocking(MPClient.start(make_config(startup_timeout_s=30.0), address))
+client = open_blocking(MPClient.start(make_config(startup_timeout_s=120.0), address))
+print("attached", flush=True)
+sys.stdin.readline()
 for i in range(8):
     client.add_request(make_request(f"{name}-{i}", max_tokens=100, prompt=[i, 5]))
 mine = [f"{name}-{i}" for i in range(8)]
@@ -311,23 +332,29 @@ client.shutdown()
 
 def start_program(name: str, address: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, name, address], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM, name, address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
 def test_two_programs_one_killed(tmp_path, open_client):
-    # three seconds, in which both programs must have started
+    # both programs run for three seconds
     config = make_config(hf_overrides={"delay_s": 0.03}, max_num_seqs=32)
     with daemon(tmp_path, config) as (address, _):
         observer = open_client(address)
         one, two = start_program("one", address), start_program("two", address)
         try:
+            assert one.stdout.readline() == two.stdout.readline() == "attached\n"
+            for program in (one, two):
+                print(file=program.stdin, flush=True)
             assert one.stdout.readline() == two.stdout.readline() == "running\n"
             assert len(observer.call_utility("scheduler_state")["running"]) == 16
             two.kill()
-            took = wait_until(lambda: len(observer.call_utility("scheduler_state")["running"]) <= 8)
-            assert took < 2
-            printed = one.communicate(timeout=30)[0]
+            wait_until(lambda: len(observer.call_utility("scheduler_state")["running"]) <= 8)
+            assert observer.call_utility("get_metrics")["num_finished_abort"] == 8
+            printed = one.communicate(timeout=60)[0]
         finally:
             for program in (one, two):
                 program.kill()
@@ -352,7 +379,7 @@ def test_a_daemon_outlives_its_clients_and_drains(tmp_path, open_client):
         second.get_output()
         process.send_signal(signal.SIGTERM)
         assert len(collect(second, "kept")["kept"][0]) == 19
-        assert process.wait(5) == 0
+        assert process.wait(60) == 0
         with pytest.raises(EngineDeadError, match="asked to leave"):
             second.get_output()
         with pytest.raises(EngineStartError, match="no engine listens"):
@@ -362,7 +389,7 @@ def test_a_daemon_outlives_its_clients_and_drains(tmp_path, open_client):
 def test_one_daemon_per_address(tmp_path, open_client):
     with daemon(tmp_path, make_config()) as (address, first):
         with daemon(tmp_path, make_config()) as (_, second):
-            assert second.wait(10) == 2
+            assert second.wait(60) == 2
             assert (
                 second.stderr.read()
                 .decode()
@@ -386,7 +413,7 @@ def _answers(open_client, address: str) -> bool:
 
 def test_a_daemon_that_cannot_load_reports_the_error(tmp_path):
     with daemon(tmp_path, make_config(hf_overrides={"at_load": "fail"})) as (_, process):
-        assert process.wait(10) == 1
+        assert process.wait(60) == 1
         assert "ValueError: these weights are made of cheese" in process.stderr.read().decode()
     assert not (tmp_path / "engine.sock").exists()
 

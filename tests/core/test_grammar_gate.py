@@ -152,7 +152,7 @@ def test_a_client_is_told_of_a_deadline_during_the_check(is_async):
 
     try:
         if is_async:
-            outputs = asyncio.run(asyncio.wait_for(ask(), 10))
+            outputs = asyncio.run(asyncio.wait_for(ask(), 60))
         else:
             client.add_request(late)
             while not (outputs := client.get_output()).finished:
@@ -254,7 +254,7 @@ def test_a_sleeping_core_is_woken_by_the_end_of_a_check():
     assert not woken.is_set() and not gate.has_checked() and gate.take() == []
     threading.Thread(target=check.set_result, args=[None]).start()
     gate.wait()
-    assert woken.wait(5) and gate.has_checked()
+    assert woken.wait(60) and gate.has_checked()
     assert [gated.request.request_id for gated in gate.take()] == ["a"] and not gate
 
 
@@ -268,7 +268,7 @@ def test_integrity_check_detects_a_lost_request():
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["idle engine", "engine that drains"])
 def test_an_idle_process_wakes_up_for_a_check(leaves):
-    config = make_config(startup_timeout_s=30.0, hf_overrides={"grammar_delay_s": 0.3})
+    config = make_config(startup_timeout_s=120.0, hf_overrides={"grammar_delay_s": 1.5})
     client = open_blocking(MPClient.start(config, command=COMMAND))
     try:
         client.add_request(request("a", "slow"))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from quire import SamplingParams
 from quire.ipc.params import RequestOutputKind
+from quire.tests.fake_engine import Hold
 from quire.tests.frontend.supervision.test_supervised_client import (
     Asyncio,
     assert_expected,
@@ -24,16 +25,22 @@ ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| F(\d+) \|[^|]*\| (?P<test>[^|]*) \| (?P<outcome>[^|]*) \|$", re.MULTILINE)
 
 
-def run(requests, *, kill_after_s: tuple[float, ...] = (), **settings):
+def run(requests, *, kill_after_s: tuple[float, ...] = (), hold: Hold | None = None, **settings):
     """The requests' outputs from an engine that is killed at these times, compared; returns its
     client.
+
+    hold: set until the engine is killed.
     """
     engine = Asyncio(**settings)
+    if hold is not None:
+        hold.begin()
 
     def harm() -> None:
         for seconds in kill_after_s:
             time.sleep(seconds)
             kill(engine.client, signal.SIGKILL)
+        if hold is not None:
+            hold.end()
 
     thread = threading.Thread(target=harm)
     thread.start()
@@ -46,21 +53,31 @@ def run(requests, *, kill_after_s: tuple[float, ...] = (), **settings):
         engine.close()
 
 
-def test_sigkill_in_a_chunk_of_a_prompt() -> None:
+def test_sigkill_in_a_chunk_of_a_prompt(tmp_path: Path) -> None:
     params = SamplingParams(
         temperature=0.0, max_tokens=5, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
     )
     requests = {"r": ([i % 90 for i in range(240)], params)}
-    delay = {"delay_s": 0.05}  # fifteen chunks
+    hold = Hold(tmp_path, 10)
     client = run(
-        requests, kill_after_s=(0.3,), max_num_batched_tokens=16, block_size=16, hf_overrides=delay
+        requests,
+        kill_after_s=(0.3,),
+        hold=hold,
+        max_num_batched_tokens=16,  # fifteen chunks
+        block_size=16,
+        hf_overrides={"delay_s": 0.05} | hold.overrides,
     )
     assert client.restarts.by_cause == {"SIGKILL": 1}
 
 
-def test_sigkill_of_one_stream_and_again_while_it_resumes() -> None:
-    requests = some_requests(1, max_tokens=150)
-    client = run(requests, kill_after_s=(0.3, 0.6), hf_overrides={"delay_s": 0.02})
+def test_sigkill_of_one_stream_and_again_while_it_resumes(tmp_path: Path) -> None:
+    requests, hold = some_requests(1, max_tokens=150), Hold(tmp_path, 30)
+    client = run(
+        requests,
+        kill_after_s=(0.3, 0.6),
+        hold=hold,
+        hf_overrides={"delay_s": 0.02} | hold.overrides,
+    )
     assert client.restarts.by_cause["SIGKILL"] >= 1
 
 

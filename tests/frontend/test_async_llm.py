@@ -33,7 +33,7 @@ def with_llm(test, answer=lambda request: TEXT, **options):
         config = text_config(max_model_len=10_000)
         llm = AsyncLLM(config, ScriptedClient(config, answer, **options))
         try:
-            await asyncio.wait_for(test(llm), 10)
+            await asyncio.wait_for(test(llm), 60)
         finally:
             llm.shutdown()
         await asyncio.sleep(0)
@@ -340,7 +340,7 @@ def test_over_a_real_engine_core(round_trip) -> None:
         await llm.call_utility("check_integrity")
         llm.shutdown()
 
-    asyncio.run(asyncio.wait_for(test(), 30))
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_a_taken_output_is_not_queued_and_nothing_is_lost():

@@ -167,8 +167,8 @@ def test_a_stream_gives_what_is_new_and_ends_when_it_is_left(monkeypatch) -> Non
         llm.stream("a", {"max_tokens": 1})
     reader = ThreadPoolExecutor(1)  # as web frameworks read iterators
     stream = llm.stream("abcd", PARAMS)
-    assert next(stream).outputs and reader.submit(next, stream).result(10).outputs
-    reader.submit(stream.close).result(10)
+    assert next(stream).outputs and reader.submit(next, stream).result(60).outputs
+    reader.submit(stream.close).result(60)
     assert llm.generate("ab", PARAMS, use_tqdm=False)[0].finished
 
 

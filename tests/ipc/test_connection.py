@@ -73,7 +73,7 @@ def test_attach_and_leave(connection, listener):
     assert wire == connection.wire
     with connect_dealer(connection.context, wire, LIMIT) as dealer:
         dealer.send(b"hello")
-        assert connection.router.poll(5000)
+        assert connection.router.poll(60_000)
     connection.close()
     assert program.recv(1) == b""
 
@@ -153,7 +153,7 @@ def test_close_does_not_wait_for_an_absent_engine(connection):
     begin = time.monotonic()
     connection.close()
     connection.close()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 8  # shutdown_timeout_s is 10
 
 
 def test_attach_waits_for_a_daemon_between_bind_and_listen(connection, tmp_path):

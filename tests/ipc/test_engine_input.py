@@ -49,7 +49,7 @@ class Client:
         assert attach(self.connection, self.wire, token) == Served(os.getpid())
 
     def hello(self) -> Hello | None:
-        if not self.router.poll(5000):
+        if not self.router.poll(60_000):
             return None
         identity, *frames = receive(self.router)
         assert bytes(identity) == ENGINE_IDENTITY
@@ -99,7 +99,7 @@ def daemon(context, tmp_path):
 
 
 def next_event(input_: EngineInput) -> events.Event:
-    return input_.events.get(timeout=5)
+    return input_.events.get(timeout=60)
 
 
 def test_messages_arrive_in_order_and_aborts_are_also_queued_separately(daemon):
@@ -198,7 +198,7 @@ def num_open() -> int:
 
 def send_raw(address: str, data: bytes) -> socket.socket:
     listener = connect_to_daemon(address)
-    listener.settimeout(5)
+    listener.settimeout(60)
     listener.send(data)
     return listener
 
@@ -274,7 +274,7 @@ def test_programs_that_say_nothing(daemon, monkeypatch):
     silent = [connect_to_daemon(address) for _ in range(3 * MAX_PENDING)]
     attach()
     for listener in silent:
-        listener.settimeout(5)
+        listener.settimeout(60)
         assert listener.recv(1) == b""
         listener.close()
     assert num_open() <= fds + DESCRIPTORS_PER_CLIENT + 5  # with the client's own ends

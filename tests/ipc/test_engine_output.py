@@ -113,7 +113,7 @@ def test_a_slow_reader_blocks_the_engine_and_loses_nothing(start_output, readers
     output.send(1, rows("the other one is served"))
     assert readers[1].read().request_ids == ["the other one is served"]
     assert [int(readers[0].read().request_ids[0]) for _ in range(num_sent)] == list(range(num_sent))
-    assert drained.get(timeout=5) is False and not output.is_full and drained.empty()
+    assert drained.get(timeout=60) is False and not output.is_full and drained.empty()
 
 
 def test_a_daemon_drops_the_slow_reader_and_reports_it(start_output, readers):
@@ -154,7 +154,7 @@ def test_a_client_that_cannot_be_connected_is_reported_and_the_others_are_served
     wait_until(lambda: len(output._readers) == len(readers))
     monkeypatch.setattr(engine_output, "connect_push", no_descriptors)
     output.connect(7, Wire("nowhere", b""))
-    assert dropped.get(timeout=5) == 7
+    assert dropped.get(timeout=60) == 7
     output.send(7, UtilityResult(1))
     output.send(0, UtilityResult(2))
     assert readers[0].read().call_id == 2
@@ -187,7 +187,7 @@ def test_a_message_that_cannot_be_encoded_becomes_an_error(start_output, readers
     assert lost.get() == (0, ["a", "b"]) and output.num_lost_outputs == 2
     # even the error is too large, which must be reported
     output.send(0, EngineCoreOutputs(0, ["x" * LIMIT], [0], [0], []))
-    assert "max_message_bytes" in str(errors.get(timeout=5))
+    assert "max_message_bytes" in str(errors.get(timeout=60))
 
 
 def test_close_sends_the_rest(context, readers):
@@ -196,7 +196,7 @@ def test_close_sends_the_rest(context, readers):
     output.connect(0, readers[0].wire)
     for i in range(500):
         output.send(0, UtilityResult(i))
-    output.close(5)
+    output.close(60)
     assert [readers[0].read().call_id for _ in range(500)] == list(range(500))
 
 
@@ -209,6 +209,6 @@ def test_close_does_not_wait_for_a_reader_forever(context, readers):
         output.send(0, rows("x" * 1000))
     begin = time.monotonic()
     output.close(0.2)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 30
     # the connection closes when the reader next polls
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= fds + 1)

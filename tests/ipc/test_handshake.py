@@ -63,7 +63,7 @@ def open_(request):
     def open_one(engine: str = "process", command=COMMAND, **arguments):
         reports: list[tuple[str, float]] = []
         connection, ready = request.param(
-            engine, command, reports, **{"startup_timeout_s": 30.0, **arguments}
+            engine, command, reports, **{"startup_timeout_s": 120.0, **arguments}
         )
         connections.append(connection)
         return connection, ready, reports
@@ -79,7 +79,7 @@ def test_a_child(open_):
     connection, ready, reports = open_()
     assert (
         ready.epoch == 3
-        and ready.config == make_config(startup_timeout_s=30.0)
+        and ready.config == make_config(startup_timeout_s=120.0)
         and connection.process is not None
     )
     if open_.is_async:

@@ -127,7 +127,7 @@ def attach_as_nobody(address: str, token_file: Path | None) -> str:
             os.setuid(NOBODY)
             connection = Connection(2**20)
             connection.attach(address, None if token_file is None else str(token_file))
-            said = "served" if connection.router.poll(5000) else "no HELLO"
+            said = "served" if connection.router.poll(60_000) else "no HELLO"
         except BaseException as error:
             said = f"{type(error).__name__}: {error}"
         os.write(write_fd, said.encode())

@@ -74,7 +74,7 @@ def test_streams_of_two_clients_continue(tmp_path: Path) -> None:
 def test_one_that_cannot_load_leaves_the_address_alone(tmp_path: Path) -> None:
     with daemon(tmp_path, make_config()) as (address, first):
         wait_until(lambda: listener_pid(tmp_path / "engine.sock") == first.pid)
-        assert replacing(address, make_config(hf_overrides={"at_load": "fail"})).wait(30) == 1
+        assert replacing(address, make_config(hf_overrides={"at_load": "fail"})).wait(60) == 1
         assert listener_pid(tmp_path / "engine.sock") == first.pid and first.poll() is None
 
 
@@ -84,7 +84,7 @@ def test_where_none_listens_it_listens_at_once(tmp_path: Path) -> None:
         pass
     process = replacing(f"ipc://{path}", make_config(hf_overrides={"at_load": "hang"}))
     try:
-        wait_until(lambda: listener_pid(path) == process.pid, 30)
+        wait_until(lambda: listener_pid(path) == process.pid, 60)
     finally:
         process.kill()
         process.wait()
@@ -95,18 +95,18 @@ def test_the_old_daemon_ends(tmp_path: Path, is_busy: bool) -> None:
     with daemon(tmp_path, make_config(hf_overrides={"delay_s": 30.0})) as (address, first):
         if is_busy:
             threading.Thread(target=busy, args=(address,), daemon=True).start()
-            wait_until(lambda: has_joined.is_set(), 30)
-        wait_until(lambda: listener_pid(tmp_path / "engine.sock") == first.pid, 30)
+            wait_until(lambda: has_joined.is_set(), 60)
+        wait_until(lambda: listener_pid(tmp_path / "engine.sock") == first.pid, 60)
         with taken_over(tmp_path / "engine.sock"):
             assert listener_pid(tmp_path / "engine.sock") is None
-        assert first.wait(10) is not None
+        assert first.wait(60) is not None
 
 
 def test_one_whose_queue_is_full_still_listens(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "engine.sock"
     monkeypatch.setattr(listener, "CLOSE_TIMEOUT_S", 1.0)
     with daemon(tmp_path, make_config()) as (_, first), contextlib.ExitStack() as accepted:
-        wait_until(lambda: listener_pid(path) == first.pid, 30)
+        wait_until(lambda: listener_pid(path) == first.pid, 60)
         first.send_signal(signal.SIGSTOP)
         for _ in range(120):  # of 128 that may wait
             program = accepted.enter_context(

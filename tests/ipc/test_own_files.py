@@ -136,7 +136,7 @@ def test_what_others_may_have_changed_is_not_read_and_is_written_again(
     reader = threading.Thread(target=lambda: found.append(user.read()), daemon=True)
     found: list[bool] = []
     reader.start()
-    reader.join(30)
+    reader.join(60)
     assert found == [False]
     # an empty store is one that was never filled
     assert str(user.path) in caplog.text or (fault, make) == ("empty", offloaded_blocks)

@@ -48,7 +48,7 @@ def test_last_lines_and_exit_code(capfd):
         "import sys; print('out'); print('b' * 9000, file=sys.stderr); print('the end', "
         "file=sys.stderr); sys.exit(3)"
     )
-    assert process.wait(10)
+    assert process.wait(60)
     text = process.describe_death()
     assert "exited with code 3" in text and text.endswith("the end") and len(text) < 5000
     process.close(0)
@@ -59,7 +59,7 @@ def test_last_lines_and_exit_code(capfd):
 def test_a_signal_is_named():
     process = start("import time; time.sleep(100)")
     os.kill(process.pid, signal.SIGKILL)
-    assert process.wait(10)
+    assert process.wait(60)
     assert (
         process.describe_death() == f"the engine process (pid {process.pid}) was killed by SIGKILL"
     )
@@ -101,19 +101,19 @@ def test_close_ends_and_reaps(stubborn, monkeypatch):
     begin = time.monotonic()
     process.close(0.05)
     process.close(0.05)
-    assert time.monotonic() - begin < 5 and not psutil.pid_exists(process.pid)
+    assert time.monotonic() - begin < 30 and not psutil.pid_exists(process.pid)
 
 
 def test_a_grandchild_that_holds_stderr_does_not_block_close():
     process = start(
         "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; "
-        "time.sleep(3)']); print(p.pid, file=sys.stderr)"
+        "time.sleep(60)']); print(p.pid, file=sys.stderr)"
     )
-    assert process.wait(10)
+    assert process.wait(60)
     begin = time.monotonic()
     process.describe_death()
     process.close(0)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 30
     os.kill(int(process._tail), signal.SIGKILL)
 
 
@@ -124,7 +124,7 @@ def test_no_descriptor_is_leaked():
     open_and_close()
     before = sorted(os.listdir("/proc/self/fd"))
     open_and_close()
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    wait_until(lambda: sorted(os.listdir("/proc/self/fd")) == before)
 
 
 def test_a_program_that_does_not_exist():

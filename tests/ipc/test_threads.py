@@ -31,12 +31,12 @@ def test_results_and_exceptions():
 
 def test_begun_calls_run_in_parallel_and_keep_their_result_or_exception():
     may_go_on = threading.Event()
-    slow = start_in_thread(lambda: may_go_on.wait(30) and threading.current_thread().daemon)
+    slow = start_in_thread(lambda: may_go_on.wait(60) and threading.current_thread().daemon)
     assert not slow.done()
     may_go_on.set()
-    assert slow.result(30) is True
+    assert slow.result(60) is True
     with pytest.raises(ZeroDivisionError):
-        start_in_thread(lambda: 1 / 0).result(30)
+        start_in_thread(lambda: 1 / 0).result(60)
 
 
 def test_a_cancellation_waits_for_the_end_and_drops_the_result():
@@ -47,7 +47,7 @@ def test_a_cancellation_waits_for_the_end_and_drops_the_result():
 
         def work() -> str:
             begun.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
             return "result"
 
         task = asyncio.create_task(in_thread(work, on_cancel=go_on.set, discard=discarded.append))
@@ -66,7 +66,7 @@ def test_a_second_cancellation_still_waits():
         go_on, ended = threading.Event(), []
 
         def work() -> None:
-            assert go_on.wait(10)
+            assert go_on.wait(60)
             ended.append(True)
 
         task = asyncio.create_task(in_thread(work))
@@ -88,7 +88,7 @@ def test_an_abandonable_call_is_not_awaited():
 
     async def main() -> None:
         go_on = threading.Event()
-        task = asyncio.create_task(in_thread(lambda: go_on.wait(10), may_abandon=True))
+        task = asyncio.create_task(in_thread(lambda: go_on.wait(60), may_abandon=True))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -315,7 +315,7 @@ def test_a_process_that_keeps_the_lock_delays_others_once(tmp_path, caplog):
             start_time = time.monotonic()
             for _ in range(20):
                 assert read(second, 1) == 0 and write(second, 2) == 0
-            assert time.monotonic() - start_time < 5
+            assert time.monotonic() - start_time < 10
         assert "another process keeps it locked" in caplog.text
         second._paused_until = 0.0
         assert read(second, 1) == 1

@@ -45,7 +45,7 @@ def test_every_reader_gets_every_message_in_order(ends) -> None:
     for message in messages:
         writer.send(message)
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert got == [messages, messages]
 
 

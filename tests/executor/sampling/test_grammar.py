@@ -325,7 +325,7 @@ def test_masks_are_computed_in_parallel_with_the_step(bench, monkeypatch):
     may_go_on = threading.Event()
     find = bench.grammars._find_masks
     monkeypatch.setattr(
-        bench.grammars, "_find_masks", lambda work: may_go_on.wait(30) and find(work)
+        bench.grammars, "_find_masks", lambda work: may_go_on.wait(60) and find(work)
     )
     bench.enter(0, choice=["ab"])
     bench.grammars.start(np.array([0]), bench.batch)

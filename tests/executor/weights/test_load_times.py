@@ -52,7 +52,7 @@ def test_the_next_tensor_is_read_while_one_is_converted(monkeypatch):
     monkeypatch.setattr(load_times, "map_pages", lambda t: read[names[t.data_ptr()]].set())
     pairs = LoadTimes().reading(tensors.items())
     assert next(pairs)[0] == "a"
-    assert read["b"].wait(10)
+    assert read["b"].wait(60)
     assert [name for name, _ in pairs] == ["b"]
 
 

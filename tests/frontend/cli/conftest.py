@@ -25,6 +25,6 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             time.sleep(0.05)
         yield f"ipc://{path}"
         daemon.send_signal(signal.SIGTERM)
-        assert daemon.wait(timeout=10) == 0
+        assert daemon.wait(timeout=60) == 0
         assert not path.exists()
         assert "Traceback" not in daemon.stderr.read()

@@ -46,12 +46,12 @@ def serving(script: Callable[[dict[str, Any]], Script]) -> Iterator[tuple[str, S
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(60)
     try:
         yield found[0], found[1]
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
+        thread.join(60)
         loop.close()
 
 

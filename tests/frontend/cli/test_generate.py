@@ -222,7 +222,7 @@ def test_ctrl_c_ends_generate_with_130(address: str) -> None:
     ) as program:
         assert program.stdout.read1(10)
         program.send_signal(signal.SIGINT)
-        out, err = program.communicate(timeout=20)
+        out, err = program.communicate(timeout=60)
     assert (program.returncode, err) == (130, b"")
     assert b"== 8/8 ==" not in out and out.endswith(b"\n")
 
@@ -235,7 +235,7 @@ def test_a_closed_pipe_is_not_an_error(address: str) -> None:
     ) as program:
         assert program.stdout.read1(10)
         program.stdout.close()
-        assert program.wait(timeout=20) == 128 + signal.SIGPIPE
+        assert program.wait(timeout=60) == 128 + signal.SIGPIPE
         assert program.stderr.read() == b""
 
 
@@ -273,12 +273,12 @@ def test_ctrl_c_while_the_engine_starts(tmp_path: Path) -> None:
             assert program.poll() is None
             time.sleep(0.01)
         program.send_signal(signal.SIGINT)
-        out, err = program.communicate(timeout=20)
+        out, err = program.communicate(timeout=60)
     # CPython itself ends with the signal, 130 for a shell, if Ctrl-C arrives while it executes a
     # string, as dataclasses do
     assert program.returncode in (130, -signal.SIGINT)
     assert (out, err) == (b"", b"")
-    assert psutil.wait_procs(children, timeout=5)[1] == []
+    assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
 @pytest.mark.parametrize("arguments", [("generate", STORY), ("serve", "--port", "0")])
@@ -304,7 +304,7 @@ def test_ctrl_c_replaces_no_engine() -> None:
     ) as program:
         assert program.stdout.read1(10)
         os.killpg(program.pid, signal.SIGINT)
-        _, err = program.communicate(timeout=20)
+        _, err = program.communicate(timeout=60)
     assert (program.returncode, err) == (130, b"")
 
 
@@ -318,6 +318,6 @@ def test_the_death_of_an_engine_is_exit_code_1_with_its_cause() -> None:
         assert program.stdout.read(10)
         (engine_process,) = psutil.Process(program.pid).children()
         engine_process.kill()
-        _, err = program.communicate(timeout=20)
+        _, err = program.communicate(timeout=60)
     assert program.returncode == 1
     assert "SIGKILL" in err and "Traceback" not in err

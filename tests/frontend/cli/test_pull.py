@@ -39,7 +39,7 @@ def test_an_interrupted_pull_continues(
             while partial.stat().st_size < 2 * CHUNK_BYTES:  # all that was sent
                 assert pulling.poll() is None
             pulling.send_signal(signal.SIGINT)
-            _, err = pulling.communicate(timeout=30)
+            _, err = pulling.communicate(timeout=60)
             assert pulling.returncode == 130
             assert re.fullmatch(
                 r"quire: interrupted; [\d.]+ MiB received, the next pull continues\n", err

@@ -68,7 +68,7 @@ def test_a_missing_model_ends_the_server_with_its_name() -> None:
 def test_a_signal_ends_the_server_and_its_engine(number: int) -> None:
     with running_server() as client:
         client.process.send_signal(number)
-        assert client.process.wait(timeout=30) in (0, 130)
+        assert client.process.wait(timeout=60) in (0, 130)
         assert "Traceback" not in client.log() and "again" not in client.log()
 
 
@@ -81,7 +81,7 @@ def test_an_ignored_interrupt_stays_ignored_and_the_server_says_so() -> None:
         body = {"prompt": "Once", "max_tokens": 2}
         assert client.post("/v1/completions", json=body).status_code == 200
         client.process.terminate()
-        assert client.process.wait(timeout=30) == 0
+        assert client.process.wait(timeout=60) == 0
         assert "active requests" not in client.log() and "Traceback" not in client.log()
 
 

@@ -125,7 +125,7 @@ def test_the_live_view_runs_until_the_user_quits(mock: Mock, leave: str) -> None
             os.write(terminal, b"q")
         else:
             process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
@@ -137,7 +137,7 @@ def test_the_live_view_without_a_server_is_one_sentence() -> None:
     try:
         assert (
             b"no server answers" in read_until(terminal, b"no server answers")
-            and process.wait(20) == 1
+            and process.wait(60) == 1
         )
     finally:
         process.kill()

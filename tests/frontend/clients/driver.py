@@ -45,7 +45,7 @@ class Driver:
 
     def __init__(self, form: str, directory, **arguments):
         self.num_engines = NUM_REPLICAS if form.startswith("replicas") else 1
-        arguments = {"startup_timeout_s": 30.0, "data_parallel_size": self.num_engines} | arguments
+        arguments = {"startup_timeout_s": 120.0, "data_parallel_size": self.num_engines} | arguments
         self.config = make_config(**arguments)
         self.runner = asyncio.Runner() if form.endswith("async") else None
         self.daemon = None
@@ -61,7 +61,7 @@ class Driver:
         else:
             self.daemon = daemon(directory, self.config)
             address, self.process = self.daemon.__enter__()
-            config = make_config(startup_timeout_s=30.0)
+            config = make_config(startup_timeout_s=120.0)
             self.client = self._open(MPClient.start(config, address))
 
     def _open(self, starting) -> EngineClient:
@@ -83,12 +83,12 @@ class Driver:
     def get_output(self) -> EngineCoreOutputs:
         if self.runner is None:
             return self.client.get_output()
-        return self.runner.run(asyncio.wait_for(self.client.get_output_async(), 20))
+        return self.runner.run(asyncio.wait_for(self.client.get_output_async(), 60))
 
     def call(self, method: str, *args):
         if self.runner is None:
             return self.client.call_utility(method, *args)
-        return self.runner.run(asyncio.wait_for(self.client.call_utility_async(method, *args), 20))
+        return self.runner.run(asyncio.wait_for(self.client.call_utility_async(method, *args), 60))
 
     def close(self) -> None:
         self.client.shutdown()

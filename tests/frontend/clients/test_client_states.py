@@ -97,7 +97,7 @@ def test_waiting_while_the_caller_paused_the_engine(open_driver, overlapped):
                 await driver.client.call_utility_async(go_on)
                 return await reader
 
-            outputs = driver.runner.run(asyncio.wait_for(both(), 20))
+            outputs = driver.runner.run(asyncio.wait_for(both(), 60))
             with_this_first = iter([outputs])
             get_output, driver.get_output = driver.get_output, lambda it=with_this_first: next(it)
             collector.take()

@@ -43,7 +43,7 @@ def exits(params: SamplingParams):
     return processor
 
 
-def in_fork(function: Callable[[], object], timeout_s: float = 30.0) -> str:
+def in_fork(function: Callable[[], object], timeout_s: float = 60.0) -> str:
     """Return the error that function() raises in a fork of this process, or "nothing"; "hangs"
     after timeout_s.
     """
@@ -205,7 +205,7 @@ def test_closing_during_another_threads_call(driver, call) -> None:
     thread, raised = outcome_of(wait)
     time.sleep(0.2)
     client.shutdown()
-    thread.join(20)
+    thread.join(60)
     assert raised == ["EngineDeadError: this client was shut down"]
     with pytest.raises(EngineDeadError, match="this client was shut down"):
         client.add_request(make_requests(1)[0])
@@ -226,7 +226,7 @@ def test_a_second_thread_gets_an_error(driver) -> None:
             lambda: client.pace_outputs(9),
         ):
             thread, raised = outcome_of(call)
-            thread.join(20)
+            thread.join(60)
             assert raised[0].startswith("EngineUsageError: another thread is in a call of this eng")
     finally:
         client._guard.__exit__(None, None, None)
@@ -292,11 +292,11 @@ def test_a_call_while_another_thread_closes_reports_the_close() -> None:
 
     def close() -> None:
         is_closing.set()
-        may_end.wait(20)
+        may_end.wait(60)
 
     thread = threading.Thread(target=guard.close, args=(close, "it is over"))
     thread.start()
-    is_closing.wait(20)
+    is_closing.wait(60)
     with pytest.raises(EngineDeadError, match="it is over"), guard:
         pass
     may_end.set()

@@ -90,7 +90,7 @@ def test_an_unclosed_client_is_collected():
 
     client, engine = asyncio.run(main())
     gc.collect()
-    engine.thread.join(5)
+    engine.thread.join(60)
     assert client() is None and engine.core.executor.is_shut_down and not engine.thread.is_alive()
 
 
@@ -102,9 +102,9 @@ def test_the_thread_does_not_run_far_ahead_and_continues():
         await asyncio.sleep(0.5)
         assert MAX_QUEUED_OUTPUTS - 1 <= len(client._engine.outputs) <= MAX_QUEUED_OUTPUTS
         # blocked, but still handles calls
-        assert await asyncio.wait_for(client.call_utility_async("ping"), 5) == "pong"
+        assert await asyncio.wait_for(client.call_utility_async("ping"), 60) == "pong"
         while num_tokens < 1000:
-            outputs = await asyncio.wait_for(client.get_output_async(), 5)
+            outputs = await asyncio.wait_for(client.get_output_async(), 60)
             assert outputs.first_indices == [num_tokens]
             num_tokens += len(outputs.token_ids)
         client.shutdown()
@@ -119,7 +119,7 @@ def test_waiters_of_a_client_that_is_shut_down():
         await asyncio.sleep(0.05)
         client.shutdown()
         with pytest.raises(EngineDeadError, match="shut down"):
-            await asyncio.wait_for(waiter, 2)
+            await asyncio.wait_for(waiter, 60)
 
     asyncio.run(main())
 
@@ -143,7 +143,7 @@ def test_adds_and_aborts_from_the_loop_never_race_the_step(monkeypatch):
             if i % 3 == 0:
                 client.abort_requests([f"r{i}", f"r{i - 1}"])
             await asyncio.sleep(0)
-        await asyncio.wait_for(reader, 20)
+        await asyncio.wait_for(reader, 60)
         client.shutdown()
 
     asyncio.run(main())

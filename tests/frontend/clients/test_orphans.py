@@ -107,7 +107,7 @@ def nothing_remains(directory: Path, script: str, longest_s: float, seed: int) -
         time.sleep(rng.uniform(0, longest_s))
         assert program.poll() is None
         ENDS[seed % len(ENDS)](rng, program, mark)
-        program.wait(10)
+        program.wait(60)
         wait_until(lambda: not processes_of(mark))
         assert list(directory.iterdir()) == []
         assert {name for name in os.listdir("/dev/shm") if "quire" in name} <= shared

@@ -104,7 +104,7 @@ def test_a_fork_that_drops_the_loop_does_not_disturb_it() -> None:
         os.waitpid(pid, 0)
         os.write(writer, b"there")
         try:
-            return await asyncio.wait_for(waiter, 5)
+            return await asyncio.wait_for(waiter, 60)
         finally:
             loop.remove_reader(reader)
             os.close(reader)

@@ -20,7 +20,7 @@ def output(text: str, *token_ids: int, finished: bool = False) -> RequestOutput:
 
 
 def run(scenario) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 20))
+    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 def test_unread_outputs_become_one() -> None:

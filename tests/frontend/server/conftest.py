@@ -44,7 +44,7 @@ def running_server(
         finally:
             process.terminate()
             try:
-                process.wait(timeout=30)
+                process.wait(timeout=60)
             finally:
                 process.kill()
 

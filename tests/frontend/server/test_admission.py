@@ -427,7 +427,7 @@ ALL_HAVE_ARRIVED = threading.Event()
 
 def slowly(function):
     def run(*args, **options):
-        ALL_HAVE_ARRIVED.wait(30)
+        ALL_HAVE_ARRIVED.wait(60)
         time.sleep(0.01)
         return function(*args, **options)
 
@@ -493,7 +493,7 @@ def test_the_work_of_one_key_delays_no_other_at_any_shared_queue(work, monkeypat
             tasks.append(asyncio.create_task(send(client, key)))
             await asyncio.sleep(0)
         turns = app.state.work_turns
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while turns.num_running + turns.num_waiting < len(tasks):
                 await asyncio.sleep(0.01)
         ALL_HAVE_ARRIVED.set()

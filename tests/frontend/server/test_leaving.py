@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import re
+import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import httpx2 as httpx
 import pytest
 from quire.frontend.clients.mp_client import MPClient
-from quire.tests.fake_engine import open_blocking, wait_until
+from quire.tests.fake_engine import open_blocking, stop, wait_until
 from quire.tests.fakes import make_config
 from quire.tests.frontend.server.conftest import running_server, slow_engine
 
@@ -72,7 +74,11 @@ def test_a_disconnect_aborts_within_two_steps(
     asking = PendingPost(client, ENDLESS | {"stream": stream, "n": n, "temperature": 1})
     wait_until(lambda: engine.call_utility("get_metrics")["num_running"] == n)
     before = engine.call_utility("get_metrics")["num_generation_tokens"]
+    # the engine is stopped until the server has seen the disconnect, which may take it long
+    stop(engine.engine_pid)
     asking.leave()
+    wait_until(lambda: client.get("/load").json() == {"server_load": 0})
+    os.kill(engine.engine_pid, signal.SIGCONT)
     wait_until(lambda: num_in_engine(engine) == 0)
     # the step that ran at the disconnect, the one before the server's message arrived, and one that
     # may lie between the two polls
@@ -84,11 +90,11 @@ def test_the_queue_over_http(slow: tuple[httpx.Client, MPClient]) -> None:
     running = [PendingPost(client, ENDLESS) for _ in range(2)]
     wait_until(lambda: num_in_engine(engine) == 2)
     waiting = [PendingPost(client, ENDLESS)]
-    time.sleep(0.1)
+    wait_until(lambda: num_queued(client) == 1)
     answer = client.post("/v1/completions", json=ENDLESS | {"prompt": [1] * 99})
     assert answer.status_code == 429 and "tokens" in answer.json()["error"]["message"]
     waiting.append(PendingPost(client, ENDLESS))
-    time.sleep(0.1)
+    wait_until(lambda: num_queued(client) == 2)
     for body in (ENDLESS, ENDLESS | {"stream": True}):  # a refused stream gets a plain answer too
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 429 and 1 <= int(answer.headers["retry-after"]) <= 600
@@ -105,27 +111,20 @@ def test_the_queue_over_http(slow: tuple[httpx.Client, MPClient]) -> None:
     short = threading.Thread(
         target=client.post, args=("/v1/completions",), kwargs={"json": ENDLESS | {"max_tokens": 1}}
     )
-    wait_until(lambda: _is_free(client))
+    wait_until(lambda: num_queued(client) == 1)
     short.start()
+    wait_until(lambda: num_queued(client) == 2)
     running[0].leave()
     running[1].leave()
-    short.join(timeout=30)
+    short.join(timeout=60)
     assert not short.is_alive()
     wait_until(lambda: num_in_engine(engine) == 1)  # the other request in the queue
     waiting[1].leave()
     wait_until(lambda: num_in_engine(engine) == 0)
 
 
-def _is_free(client: httpx.Client) -> bool:
-    """Whether the queue accepts another request, which then leaves it."""
-    asking = PendingPost(client, ENDLESS)
-    asking.socket.settimeout(0.1)
-    try:
-        return b" 429 " not in asking.socket.recv(1000)
-    except TimeoutError:
-        return True
-    finally:
-        asking.leave()
+def num_queued(client: httpx.Client) -> int:
+    return int(re.search(r"quire:num_requests_queued\S* (\d+)", client.get("/metrics").text)[1])
 
 
 def test_several_prompts_in_one_call_are_one_request_of_the_queue(
@@ -157,7 +156,7 @@ def test_the_same_id_twice_at_once(slow: tuple[httpx.Client, MPClient]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=60)
     assert [answer.status_code for answer in answers] == [200, 200] and {
         answer.headers["x-request-id"] for answer in answers
     } == {"again"}

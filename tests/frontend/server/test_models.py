@@ -18,7 +18,7 @@ THREE = {"a": 100, "b": 100, "c": 100}
 
 def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await work()
 
     return asyncio.run(bounded())
@@ -249,8 +249,7 @@ def test_keep_alive() -> None:
         a, b, c = models.slots.values()
         await use(models, "a")
         assert a.unloads_at is not None
-        await until(lambda: a.phase == "sleeping")  # after half of it
-        await until(lambda: a.phase == "unloaded")
+        await until(lambda: a.phase == "unloaded")  # it sleeps after half of the time
         assert log == ["start a", "sleep a", "end a"] and a.unloads_at is None
         await models.acquire(b)
         models.release(b, -1.0)  # this request asks for ever

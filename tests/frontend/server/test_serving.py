@@ -27,7 +27,7 @@ from quire.frontend.server import serving
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.serving import allowed_connections, check_certificate, open_port, serve
 from quire.ipc.errors import EngineStartError, InvalidParameterError
-from quire.tests.fake_engine import wait_until
+from quire.tests.fake_engine import stop, wait_until
 from quire.tests.frontend.server.conftest import running_server, slow_engine, wait_until_ready
 
 
@@ -141,7 +141,7 @@ def test_any_exception_of_the_start_ends_it_with_its_cause(cause, monkeypatch, c
     began = time.monotonic()
     with pytest.raises(EngineStartError, match=str(cause.args[-1])):
         serve(ServerConfig(port=0), EngineArgs(), "process")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     if not isinstance(cause, EngineStartError):
         assert type(cause).__name__ in caplog.text  # with its traceback
 
@@ -178,7 +178,7 @@ class Streaming(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=30) as answer:
+            with httpx.stream("POST", self._url, json=self._body, timeout=60) as answer:
                 self.events += [line.removeprefix("data: ") for line in answer.iter_lines() if line]
         except httpx.TransportError as error:
             self.events.append(type(error).__name__)
@@ -202,14 +202,15 @@ def busy_server(
 
 
 def error_of(streaming: Streaming) -> dict:
-    streaming.join(timeout=30)
+    streaming.join(timeout=60)
     return json.loads(streaming.events[-1])["error"]
 
 
 def test_sigterm_lets_streams_finish_and_refuses_new_requests() -> None:
-    with busy_server(30) as (client, streaming, _):
+    with busy_server(60) as (client, streaming, engine):
+        stop(engine.pid)  # the stream does not end before the checks
         client.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: client.get("/health/ready").status_code == 503)
+        wait_until(lambda: is_shutting_down(client))
         assert client.get("/health").status_code == 200
         answer = client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1})
         assert (
@@ -217,13 +218,20 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests() -> None:
             and answer.json()["error"]["code"] == "shutting_down"
             and int(answer.headers["retry-after"]) > 0
         )
-        streaming.join(timeout=30)
+        wait_until(lambda: "1 active request may finish" in client.log())
+        engine.send_signal(signal.SIGCONT)
+        streaming.join(timeout=60)
         assert (
             streaming.events[-1] == "[DONE]"
             and json.loads(streaming.events[-2])["choices"][0]["finish_reason"] == "length"
         )
-        assert client.process.wait(timeout=30) == 0
-        assert "Traceback" not in client.log() and "1 active request may finish" in client.log()
+        assert client.process.wait(timeout=60) == 0
+        assert "Traceback" not in client.log()
+
+
+def is_shutting_down(client: httpx.Client) -> bool:
+    answer = client.get("/health/ready")
+    return answer.status_code == 503 and answer.json()["error"]["code"] == "shutting_down"
 
 
 def engine_of(client: httpx.Client) -> psutil.Process | None:
@@ -243,7 +251,7 @@ def test_sigterm_to_every_process_as_from_systemd(num_streams: int, flags: tuple
     queued = re.compile(rf"quire:num_requests_queued\S* {max(0, num_streams - 2)}")
     with running_server("--max-concurrent-requests", "2", *flags) as client:
         if flags:
-            wait_until(lambda: "quire:engine_standby_ready 1.0" in client.get("/metrics").text, 30)
+            wait_until(lambda: "quire:engine_standby_ready 1.0" in client.get("/metrics").text, 60)
         engine = engine_of(client)
         engine.suspend()
         streams = [Streaming(client, 120) for _ in range(num_streams)]
@@ -256,7 +264,7 @@ def test_sigterm_to_every_process_as_from_systemd(num_streams: int, flags: tuple
             stream.join(timeout=60)
             assert stream.events[-1] == "[DONE]"
             assert json.loads(stream.events[-2])["choices"][0]["finish_reason"] == "length"
-        assert client.process.wait(timeout=30) == 0
+        assert client.process.wait(timeout=60) == 0
         assert "starting" not in client.log() and "Traceback" not in client.log()
 
 
@@ -264,17 +272,17 @@ def test_streams_that_take_too_long_end_with_the_reason() -> None:
     with busy_server(5000, "--drain-timeout-s", "0.3") as (client, streaming, _):
         client.process.send_signal(signal.SIGTERM)
         assert error_of(streaming)["code"] == "shutting_down"
-        assert client.process.wait(timeout=30) == 0 and "Traceback" not in client.log()
+        assert client.process.wait(timeout=60) == 0 and "Traceback" not in client.log()
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_at_once(sent: signal.Signals, code: int) -> None:
-    with busy_server(5000) as (client, streaming, _):
+    with busy_server(5000, "--drain-timeout-s", "300") as (client, streaming, _):
         client.process.send_signal(sent)
         wait_until(lambda: client.get("/health/ready").status_code == 503)
         assert client.process.poll() is None
         client.process.send_signal(sent)
-        assert client.process.wait(timeout=15) == code  # drain_timeout_s is 30
+        assert client.process.wait(timeout=60) == code
         assert error_of(streaming)["code"] == "shutting_down" and "Traceback" not in client.log()
 
 
@@ -283,7 +291,7 @@ def test_an_engine_that_dies_ends_its_streams_and_then_the_server() -> None:
         engine.kill()
         error = error_of(streaming)
         assert error["code"] == "engine_dead" and error["type"] == "service_unavailable"
-        assert client.process.wait(timeout=15) == 1
+        assert client.process.wait(timeout=60) == 1
         assert "Traceback" not in client.log() and "\nquire: " in client.log()
 
 
@@ -293,7 +301,7 @@ def test_an_engine_that_dies_while_idle() -> None:
         running_server("--engine", address, *NOT_RESTARTED) as client,
     ):
         engine.kill()
-        assert client.process.wait(timeout=15) == 1
+        assert client.process.wait(timeout=60) == 1
 
 
 def test_an_engine_that_dies_while_the_server_drains() -> None:
@@ -302,7 +310,7 @@ def test_an_engine_that_dies_while_the_server_drains() -> None:
         wait_until(lambda: client.get("/health/ready").status_code == 503)
         engine.kill()
         assert error_of(streaming)["code"] == "engine_dead"
-        assert client.process.wait(timeout=15) == 1
+        assert client.process.wait(timeout=60) == 1
         assert "Traceback" not in client.log() and "\nquire: " in client.log()
 
 
@@ -313,9 +321,9 @@ def test_the_last_restart_is_followed_by_the_end_of_the_server(restarts: int) ->
             dead = engine_of(client)
             dead.kill()
             if i < restarts:
-                wait_until(lambda: engine_of(client) not in (None, dead), 30)
+                wait_until(lambda: engine_of(client) not in (None, dead), 60)
                 wait_until_ready(client)
-        assert client.process.wait(timeout=15) == 1
+        assert client.process.wait(timeout=60) == 1
         [cause] = [line for line in client.log().splitlines() if line.startswith("quire: ")]
         assert "killed by SIGKILL" in cause and "Traceback" not in client.log()
         assert client.log().count("starting it again") == restarts
@@ -327,18 +335,18 @@ def test_a_standby_takes_over_and_is_shown() -> None:
         def is_ready() -> bool:
             return client.get("/v1/engine/state").json()["standby_is_ready"]
 
-        wait_until(is_ready, 30)
+        wait_until(is_ready, 60)
         assert "quire:engine_standby_ready 1.0" in client.get("/metrics").text
         first = engine_of(client)
         first.suspend()
         stream = Streaming(client, 40)
         wait_until(lambda: client.get("/load").json()["server_load"] == 1)
         first.kill()
-        stream.join(timeout=30)
+        stream.join(timeout=60)
         assert stream.events[-1] == "[DONE]"
         state = client.get("/v1/engine/state").json()
         assert state["restarts"] == {"SIGKILL": 1} and state["last_gap_s"] < 30
-        wait_until(is_ready, 30)  # another
+        wait_until(is_ready, 60)  # another
 
 
 @contextmanager
@@ -365,7 +373,7 @@ def test_it_serves_with_a_full_disk_behind_its_log(tmp_path: Path) -> None:
         body = {"prompt": [1, 2], "max_tokens": 2}
         assert client.post("/v1/completions", json=body).status_code == 200
         process.terminate()
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -380,11 +388,11 @@ def test_it_drains_after_the_reader_of_its_log_has_ended(
         with ThreadPoolExecutor() as threads:
             answer = threads.submit(client.post, "/v1/completions", json=body)
             state = "/v1/engine/state"
-            wait_until(lambda: client.get(state).json()["counters"]["num_running"] == 1)
+            wait_until(lambda: client.get(state).json()["counters"]["num_running"] or answer.done())
             os.close(reader)
             process.send_signal(sent)
             assert answer.result().text.endswith("data: [DONE]\n\n")
-        assert process.wait(timeout=30) == code
+        assert process.wait(timeout=60) == code
 
 
 @pytest.mark.parametrize(
@@ -421,7 +429,7 @@ def test_a_log_of_json() -> None:
         client.get("/health")
         wait_until(lambda: "/v1/models" in client.log())
         client.process.terminate()
-        client.process.wait(timeout=30)
+        client.process.wait(timeout=60)
         lines = list(map(json.loads, client.log().splitlines()))
     messages = [line["message"] for line in lines]
     assert any(message.startswith("ready: ") for message in messages)
@@ -439,7 +447,7 @@ def test_the_level_of_the_log() -> None:
     with running_server("--log-level", "warning") as client:
         client.get("/v1/models")
         client.process.terminate()
-        client.process.wait(timeout=30)
+        client.process.wait(timeout=60)
         quiet = client.log()
     assert "DEBUG quire.kernels.registry: kernels for cpu" in detailed
     assert " DEBUG " not in "".join(
@@ -484,7 +492,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
                 assert answer.json()["usage"]["completion_tokens"] == 2
         finally:
             process.terminate()
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=60) == 0
         text = os.pread(log.fileno(), 10**6, 0).decode()
     assert f"http+unix://{path}" in text and "unix POST /v1/completions 200" in text
     assert not path.exists()
@@ -501,7 +509,7 @@ def test_a_server_on_a_socket_survives_sighup_and_leaves_its_successors_file(
         path.unlink()  # as an administrator who replaces a server does
         with open_port(ServerConfig(uds=str(path))):
             leaving.terminate()
-            assert leaving.wait(timeout=30) == 0
+            assert leaving.wait(timeout=60) == 0
             assert path.is_socket()
 
 

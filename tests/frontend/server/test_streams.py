@@ -82,7 +82,7 @@ async def leave_after(app: App, path: str, body: dict[str, Any], num_chunks: int
         "headers": [],
         "root_path": "",
     }
-    await asyncio.wait_for(app(scope, receive, send), 20)
+    await asyncio.wait_for(app(scope, receive, send), 60)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -45,7 +45,7 @@ def https_server(*flags: str) -> Iterator[str]:
             yield text[text.index("https://") :].split()[0]
         finally:
             process.terminate()
-            assert process.wait(timeout=30) == 0
+            assert process.wait(timeout=60) == 0
 
 
 def trusting(certificate: str, *own: str) -> ssl.SSLContext:

@@ -17,7 +17,7 @@ from quire.tests.fakes import make_config
 
 
 async def attached(address: str) -> SupervisedClient:
-    config = make_config(startup_timeout_s=30.0)
+    config = make_config(startup_timeout_s=120.0)
     return SupervisedClient(await MPClient.start(config, address), config, address)
 
 
@@ -33,7 +33,7 @@ def test_a_shutdown_ends_the_search_for_a_daemon(tmp_path) -> None:
             await llm.shutdown_async()
             with pytest.raises(EngineDeadError, match="was shut down"):
                 await call
-            assert time.monotonic() - begin < 20
+            assert time.monotonic() - begin < 60
 
     run_once(main())
 
@@ -46,4 +46,4 @@ def test_a_shutdown_by_another_thread_ends_the_search_of_blocking_code(tmp_path)
         begin = time.monotonic()
         with pytest.raises(EngineDeadError, match="was shut down"):
             client.call_utility("ping")
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 60

@@ -26,14 +26,14 @@ from quire.ipc.errors import (
     EngineStartError,
 )
 from quire.ipc.params import RequestOutputKind, child_seed
-from quire.tests.fake_engine import COMMAND, daemon, open_blocking, wait_until
+from quire.tests.fake_engine import COMMAND, Hold, daemon, open_blocking, wait_until
 from quire.tests.fakes import expected_output, make_config, weights_digest
 
 POISON = 96  # the token that ends the engine; other prompts do not have it
 
 
 def supervised(asyncio_mode: bool = False, engine: str = "process", **settings) -> SupervisedClient:
-    config = make_config(**{"startup_timeout_s": 30.0, "engine_restarts": 1000, **settings})
+    config = make_config(**{"startup_timeout_s": 120.0, "engine_restarts": 1000, **settings})
     command = COMMAND if engine == "process" else None
 
     async def start() -> SupervisedClient:
@@ -120,7 +120,7 @@ class Asyncio:
                 await asyncio.gather(*(one(key, *value) for key, value in requests.items()))
             )
 
-        return self.runner.run(asyncio.wait_for(every(), 60))
+        return self.runner.run(asyncio.wait_for(every(), 100))
 
     def call(self, method: str, *args):
         return self.runner.run(asyncio.wait_for(self.llm.call_utility(method, *args), 60))
@@ -128,6 +128,12 @@ class Asyncio:
     def close(self) -> None:
         self.runner.run(self.llm.shutdown_async())
         self.runner.close()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.005)
 
 
 @pytest.fixture(params=[Blocking, Asyncio])
@@ -152,12 +158,13 @@ def kill(client: SupervisedClient, number: int = signal.SIGKILL) -> None:
 
 class Killer(threading.Thread):
     """Ends the engine `times` times, each at a random moment after the next one has its requests:
-    earlier, a request would be alone in it more than once.
+    earlier, a request would be alone in it more than once. No engine ends its requests before.
     """
 
-    def __init__(self, client: SupervisedClient, times: int, seed: int):
+    def __init__(self, client: SupervisedClient, times: int, seed: int, hold: Hold):
         super().__init__(daemon=True)
         self.client, self.times, self.rng = client, times, random.Random(seed)
+        self.hold = hold
 
     def num_unfinished(self) -> int:
         while True:
@@ -167,23 +174,32 @@ class Killer(threading.Thread):
                 pass
 
     def run(self) -> None:
+        try:
+            self.kill_often()
+        finally:
+            self.hold.end()
+
+    def kill_often(self) -> None:
+        wait_until(lambda: self.num_unfinished() >= 20)
         for i in range(self.times):
             wait_until(lambda: sum(self.client.restarts.by_cause.values()) == i, 60)
             wait_until(lambda: not self.client._resubmission.is_active, 60)
+            self.hold.begin()
             time.sleep(self.rng.uniform(0.02, 0.2))
             if self.num_unfinished() < 4:  # the last one alone would look like the cause
                 return
             kill(self.client, self.rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT]))
+            self.hold.end()
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_requests_continue_after_deaths_at_random_moments(open_engine, seed: int) -> None:
-    engine = open_engine(hf_overrides={"delay_s": 0.005})
-    requests = some_requests(24, seed, max_tokens=150)
-    killer = Killer(engine.inner, 4, seed)
+def test_requests_continue_after_deaths_at_random_moments(open_engine, tmp_path, seed: int) -> None:
+    hold = Hold(tmp_path, 40)
+    engine = open_engine(hf_overrides={"delay_s": 0.005} | hold.overrides)
+    requests = some_requests(24, seed, max_tokens=190)
+    killer = Killer(engine.inner, 4, seed, hold)
     killer.start()
     assert_expected(requests, engine.generate(requests), engine.client.ready.config)
-    killer.times = 0
     assert sum(engine.client.restarts.by_cause.values()) >= 2
     assert engine.client.restarts.num_resumed and engine.client.restarts.num_quarantined == 0
     assert engine.client.ready.epoch == sum(engine.client.restarts.by_cause.values())
@@ -219,16 +235,17 @@ def test_a_poison_request_ends_alone(open_engine, number: int, after: int) -> No
 @pytest.mark.parametrize("hang", ["stopped", "sleeping"])
 def test_a_hanging_engine_is_replaced(open_engine, hang: str, capfd, tmp_path) -> None:
     """One that is stopped, and one whose thread is in a step without an end."""
-    overrides = {"delay_s": 0.005} | (
-        {"hang_once": str(tmp_path / "hung")} if hang == "sleeping" else {}
-    )
-    engine = open_engine(step_timeout_s=1.0, hf_overrides=overrides)
+    hold = Hold(tmp_path, 10)  # until it is stopped
+    trouble = {"hang_once": str(tmp_path / "hung")} if hang == "sleeping" else hold.overrides
+    engine = open_engine(step_timeout_s=1.0, hf_overrides={"delay_s": 0.005} | trouble)
+    hold.begin()
     requests = some_requests(5, max_tokens=90)
     is_first = iter([True])
 
     def stop() -> None:
         if hang == "stopped" and next(is_first, False):
             os.kill(engine.client.engine_pid, signal.SIGSTOP)
+            hold.end()
 
     streams = {
         key: (prompt, msgspec.structs.replace(params, output_kind=RequestOutputKind.CUMULATIVE))
@@ -243,7 +260,7 @@ def test_a_hanging_engine_is_replaced(open_engine, hang: str, capfd, tmp_path) -
 
 
 def test_a_long_call_is_no_hang(open_engine) -> None:
-    engine = open_engine(step_timeout_s=0.3, hf_overrides={"slow_call_s": 2.5})
+    engine = open_engine(step_timeout_s=1.0, hf_overrides={"slow_call_s": 3.5})
     assert engine.call("collective_rpc", "check_health")
     assert engine.client.restarts.by_cause == {}
 
@@ -349,7 +366,7 @@ def test_requests_may_come_and_go_while_no_engine_is_there() -> None:
         with pytest.raises(EngineDeadError):
             await waiting
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 100))
 
 
 def test_a_request_may_come_while_an_idle_engine_is_replaced() -> None:
@@ -364,28 +381,34 @@ def test_a_request_may_come_while_an_idle_engine_is_replaced() -> None:
         assert outputs[-1].finished
         await llm.shutdown_async()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 100))
 
 
-def test_outputs_that_a_dead_engine_left_do_not_disturb_its_replacement() -> None:
+def test_outputs_that_a_dead_engine_left_do_not_disturb_its_replacement(tmp_path) -> None:
     """A call begins the replacement while the outputs of the dead engine are still being read: the
     requests are submitted to the next engine, not to the dead one.
     """
 
+    hold = Hold(tmp_path, 100)
+
     async def main() -> None:
-        client = supervised(True, hf_overrides={"delay_s": 0.002})
+        client = supervised(True, hf_overrides={"delay_s": 0.002} | hold.overrides)
         llm = AsyncLLM(client.ready.config, client)
+        hold.begin()
+        has_begun = asyncio.Event()
 
         async def run(request_id: str) -> RequestOutput:
             params = SamplingParams(max_tokens=200, ignore_eos=True)
             async for output in llm.generate([1], params, request_id):
-                pass
+                has_begun.set()
             return output
 
         running = [asyncio.create_task(run(f"r{i}")) for i in range(3)]
-        await asyncio.sleep(0.05)
-        time.sleep(0.2)  # nothing reads the outputs meanwhile
+        await has_begun.wait()
+        wait_until(hold.is_reached)  # nothing reads the outputs meanwhile
+        time.sleep(0.1)
         kill(client)
+        hold.end()
         time.sleep(0.05)
         client._engine._on_death()
         assert len(client._engine._outputs) > 20
@@ -395,7 +418,7 @@ def test_outputs_that_a_dead_engine_left_do_not_disturb_its_replacement() -> Non
         assert client.restarts.by_cause == {"SIGKILL": 1}
         await llm.shutdown_async()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 100))
 
 
 def test_an_engine_that_leaves_in_a_drain_is_replaced_only_for_a_request() -> None:
@@ -425,12 +448,14 @@ def test_an_engine_that_leaves_in_a_drain_is_replaced_only_for_a_request() -> No
         await llm.shutdown_async()
         assert client.restarts.by_cause == {"exit": 1}
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 100))
 
 
 @pytest.mark.parametrize("kind", [Blocking, Asyncio])
 def test_a_daemon_that_is_started_again(tmp_path, kind) -> None:
-    config = make_config(hf_overrides={"delay_s": 0.01})
+    hold = Hold(tmp_path, 20)
+    config = make_config(hf_overrides={"delay_s": 0.01} | hold.overrides)
+    hold.begin()
     with daemon(tmp_path, config) as (address, process):
         engine = kind(address)
         requests = some_requests(6)
@@ -440,6 +465,7 @@ def test_a_daemon_that_is_started_again(tmp_path, kind) -> None:
             time.sleep(0.2)
             process.kill()
             process.wait()
+            hold.end()
             os.unlink(tmp_path / "engine.sock")
             with daemon(tmp_path, config):
                 has_begun.set()
@@ -479,10 +505,11 @@ def test_a_client_that_a_daemon_has_released_attaches_when_it_is_needed(tmp_path
                 use()
                 engine.call("resume")
                 first = engine.inner._engine
-                wait_until(lambda: crowd() or select.select([first.pidfd], [], [], 0.01)[0], 30)
+                wait_until(lambda: crowd() or select.select([first.pidfd], [], [], 0.01)[0], 60)
                 if kind is Asyncio:  # the loop notices, and does not attach again by itself
+                    engine.runner.run(until(lambda first=first: first.was_released))
                     engine.runner.run(asyncio.sleep(0.3))
-                    assert first.was_released and engine.inner._engine is first
+                    assert engine.inner._engine is first
                 use()
                 assert engine.inner._engine is not first
                 engine.call("resume")

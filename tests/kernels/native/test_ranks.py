@@ -179,7 +179,8 @@ def double(x: Tensor) -> Call:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_rank_that_does_not_come_ends_the_run_of_others(libraries, num_threads: int) -> None:
-    group, x = Group(3, timeout_s=0.3), torch.ones(4, 8)
+    timeout_s = 1.0
+    group, x = Group(3, timeout_s), torch.ones(4, 8)
     kept = torch.ones(1, 8)
     for one in libraries:
         one.set_num_threads(num_threads, [-1] * num_threads)
@@ -193,14 +194,14 @@ def test_a_rank_that_does_not_come_ends_the_run_of_others(libraries, num_threads
     with ThreadPoolExecutor(2) as threads:
         for one in [threads.submit(run, rank) for rank in (0, 1)]:
             with pytest.raises(ExchangeError, match="rank 2 of those .* does not come"):
-                one.result(20)
-    assert 0.3 <= time.monotonic() - begin < 5 and group.line_0 == LATE + 2
+                one.result(60)
+    assert timeout_s <= time.monotonic() - begin < 60 and group.line_0 == LATE + 2
     assert kept.eq(1).all()  # the calls after it have not run
     begin = time.monotonic()
     for rank in (2, 0, 1):  # no later exchange waits
         with pytest.raises(ExchangeError, match="rank 2"):
             run(rank)
-    assert time.monotonic() - begin < 0.3 and kept.eq(1).all()
+    assert time.monotonic() - begin < timeout_s and kept.eq(1).all()
     other = Calls()
     other.calls.append(double(kept))
     libraries[0].run_all(other.pointers, Step())  # a run without an exchange is as before
@@ -217,8 +218,8 @@ def test_who_waits_is_told_that_a_rank_is_gone(libraries) -> None:
         begin = time.monotonic()
         group.set_line_0(LOST)
         with pytest.raises(ExchangeError, match="another rank has failed"):
-            run.result(20)
-    assert time.monotonic() - begin < 1
+            run.result(60)
+    assert time.monotonic() - begin < 50  # the group's timeout_s is 60
 
 
 def test_rows_that_no_exchange_holds_are_refused() -> None:

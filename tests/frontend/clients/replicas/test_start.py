@@ -19,7 +19,7 @@ from quire.tests.fakes import make_config
 
 
 def config(number: int = 2, **settings) -> EngineConfig:
-    made = make_config(data_parallel_size=number, startup_timeout_s=30.0, **settings)
+    made = make_config(data_parallel_size=number, startup_timeout_s=120.0, **settings)
     device = msgspec.structs.replace(made.device_config, num_threads=settings.get("num_threads"))
     return msgspec.structs.replace(made, device_config=device)
 

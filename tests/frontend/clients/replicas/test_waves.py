@@ -181,7 +181,7 @@ def test_no_engine_steps_alone_and_none_is_left_waiting(first_seed: int) -> None
             simulation = Simulation(seed)
             num_stops = simulation.rng.choice([0, 0, 1, 3])
             run = simulation.run(simulation.rng.randint(1, 12), num_stops)
-            await asyncio.wait_for(run, 10)  # else something waits for ever
+            await asyncio.wait_for(run, 60)  # else something waits for ever
             engines = simulation.engines
             where = f"seed {seed}"
             assert not any(engine.core.requests for engine in engines), where

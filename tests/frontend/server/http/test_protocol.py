@@ -33,6 +33,7 @@ class Served:
     def __init__(self, limits: ServerConfig):
         self.limits = limits
         self.refused: Counter[str] = Counter()
+        self.has_begun = asyncio.Event()  # the app has been called
         self.disconnected = asyncio.Event()
         self.release = asyncio.Event()  # lets /wait continue
         # a client whose answer must have left when `send` returns, and whether it had
@@ -43,6 +44,7 @@ class Served:
         self.make_protocol: Callable[[], Protocol]
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        self.has_begun.set()
         if scope["path"] == "/echo":
             return await self.echo(receive, send)
         if scope["path"] == "/read":
@@ -86,7 +88,7 @@ class Served:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def send_and_read(self, *chunks: bytes, timeout_s: float = 10.0) -> bytes:
+    async def send_and_read(self, *chunks: bytes, timeout_s: float = 60.0) -> bytes:
         """Send, and return everything that comes back until the server closes."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         answer = bytearray()
@@ -108,6 +110,11 @@ class Served:
             return bytes(answer)
         finally:
             writer.transport.abort()
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    while not is_true():
+        await asyncio.sleep(0.005)
 
 
 def serving(test: Callable[[Served], Awaitable[None]], **limits: Any) -> None:
@@ -142,7 +149,7 @@ def serving(test: Callable[[Served], Awaitable[None]], **limits: Any) -> None:
         try:
             while not served.server.started:
                 await asyncio.sleep(0.005)
-            await asyncio.wait_for(test(served), 30)
+            await asyncio.wait_for(test(served), 60)
         finally:
             served.server.should_exit = served.server.force_exit = True
             served.release.set()
@@ -239,13 +246,13 @@ def test_a_silent_client_is_closed_without_an_answer() -> None:
 def test_too_many_connections() -> None:
     async def test(served: Served) -> None:
         held = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        await until(lambda: len(served.server.server_state.connections) == 3)
         status, error = error_in(await served.send_and_read())
         assert (status, error["code"]) == (503, "too_many_connections") and served.refused[
             "too_many_connections"
         ] == 1
         held[0][1].transport.abort()
-        await asyncio.sleep(0.05)
+        await until(lambda: len(served.server.server_state.connections) == 2)
         held[1][1].write(OK)
         assert await held[1][0].readuntil(b"\r\n\r\nok")
         for _, writer in held:
@@ -283,8 +290,9 @@ def test_an_error_after_a_request_waits_for_its_answer() -> None:
         asking = asyncio.create_task(
             served.send_and_read(b"GET /wait HTTP/1.1\r\n\r\n", b"nonsense\r\n\r\n")
         )
-        await asyncio.sleep(0.1)
-        assert served.refused["invalid_http"] == 1 and not asking.done()
+        await until(lambda: served.refused["invalid_http"] == 1)
+        await asyncio.sleep(0.05)
+        assert not asking.done()
         served.release.set()
         answer = await asking
         assert (
@@ -299,9 +307,9 @@ def test_a_disconnect_reaches_the_running_request(extra: bytes) -> None:
     async def test(served: Served) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(b"GET /gone HTTP/1.1\r\n\r\n" + extra)
-        await asyncio.sleep(0.05)
+        await served.has_begun.wait()
         writer.transport.abort()
-        await asyncio.wait_for(served.disconnected.wait(), 5)
+        await asyncio.wait_for(served.disconnected.wait(), 60)
 
     serving(test)
 
@@ -312,9 +320,10 @@ def test_a_disconnect_reaches_a_request_that_has_been_read(size: int) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(b"POST /left HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size)
         await writer.drain()
-        await asyncio.sleep(0.05)
+        await served.has_begun.wait()
+        await asyncio.sleep(0.05)  # it has been read
         writer.transport.abort()
-        await asyncio.wait_for(served.disconnected.wait(), 5)
+        await asyncio.wait_for(served.disconnected.wait(), 60)
 
     serving(test)
 
@@ -339,8 +348,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
                 assert b"200 OK" in await served.send_and_read(
                     OK
                 )  # other clients are served in the meantime
-            await asyncio.sleep(0.05)
-            assert not served.server.server_state.connections
+            await until(lambda: not served.server.server_state.connections)
         # a slow reader is not cut off
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(b"GET /big HTTP/1.1\r\nconnection: close\r\n\r\n")
@@ -350,7 +358,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
             await asyncio.sleep(0.02)
         assert num_bytes > BIG and served.refused["write_timeout"] == 1
 
-    serving(test, write_timeout_s=1, keep_alive_timeout_s=0.05)
+    serving(test, write_timeout_s=2, keep_alive_timeout_s=0.05)
 
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
@@ -495,7 +503,7 @@ def test_http_1_0_gets_no_chunks() -> None:
 def test_small_packets_are_not_delayed() -> None:
     async def test(served: Served) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        await asyncio.sleep(0.05)
+        await until(lambda: bool(served.server.server_state.connections))
         [connection] = served.server.server_state.connections
         assert connection.transport.get_extra_info("socket").getsockopt(
             socket.IPPROTO_TCP, socket.TCP_NODELAY

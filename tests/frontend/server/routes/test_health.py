@@ -16,7 +16,7 @@ def test_live_ready_version(server: httpx.Client) -> None:
 
 
 def test_a_long_step_is_healthy_but_an_endless_one_is_not() -> None:
-    flags = ("--step-timeout-s", "1.5", "--drain-timeout-s", "0.1")
+    flags = ("--step-timeout-s", "2.5", "--drain-timeout-s", "0.1")
     with (
         slow_engine(30.0) as (address, engine),
         running_server("--engine", address, *flags) as client,
@@ -27,11 +27,11 @@ def test_a_long_step_is_healthy_but_an_endless_one_is_not() -> None:
             )
             began = time.monotonic()
             assert client.get("/health/ready").status_code == 200  # not yet running, or busy
-            wait_until(lambda: client.get("/health/ready").status_code == 503, timeout_s=20)
+            wait_until(lambda: client.get("/health/ready").status_code == 503, timeout_s=60)
             error = client.get("/health/ready").json()["error"]
             assert (
                 error["code"] == "engine_stuck"
-                and time.monotonic() - began > 1
+                and time.monotonic() - began > 2
                 and client.get("/health").status_code == 200
             )
             engine.kill()  # it would wait for the step
@@ -49,14 +49,14 @@ def test_ping_is_health_and_load_counts_requests(server: httpx.Client) -> None:
 
 
 def test_a_stopped_engine_is_not_ready_and_then_replaced() -> None:
-    with running_server("--step-timeout-s", "3") as client:
+    with running_server("--step-timeout-s", "6") as client:
         (engine,) = psutil.Process(client.process.pid).children()
         assert client.get("/health/ready").status_code == 200
         engine.suspend()
-        took_s = wait_until(lambda: client.get("/health/ready").status_code == 503, timeout_s=20)
-        assert took_s < 2.5
+        took_s = wait_until(lambda: client.get("/health/ready").status_code == 503, timeout_s=60)
+        assert took_s < 5
         assert client.get("/health/ready").json()["error"]["code"] == "engine_stuck"
-        wait_until(lambda: not engine.is_running(), timeout_s=20)
+        wait_until(lambda: not engine.is_running(), timeout_s=60)
         wait_until(lambda: client.get("/health/ready").status_code == 200, timeout_s=60)
         answer = client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 3})
         assert answer.status_code == 200

@@ -120,7 +120,7 @@ def test_keys_take_turns() -> None:
 
         def work(name: str) -> None:
             order.append(name)
-            may_go_on.wait(10)
+            may_go_on.wait(60)
 
         tasks = [
             asyncio.create_task(in_turn(turns, call_of("a"), lambda i=i: work(f"a{i}")))
@@ -142,7 +142,7 @@ def test_an_abandoned_text_gives_up_its_turn() -> None:
 
         def work(name: str) -> None:
             order.append(name)
-            assert may_go_on.wait(10)
+            assert may_go_on.wait(60)
             raise ValueError("nobody asks")
 
         running = asyncio.create_task(in_turn(turns, call_of(), lambda: work("running")))

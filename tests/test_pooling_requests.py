@@ -93,7 +93,7 @@ def test_every_asyncio_client_gives_the_same_bits(client, expected) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert not engine.has_unfinished_requests()
-            assert await engine.wait_until_idle(1)
+            assert await engine.wait_until_idle(60)
         finally:
             engine.shutdown()
 

@@ -15,7 +15,7 @@ import pytest
 from quire.ipc import listener
 from quire.ipc.errors import QuireError
 from quire.ipc.listener import listener_pid, taken_over
-from quire.tests.fake_engine import COMMAND, daemon, wait_until
+from quire.tests.fake_engine import COMMAND, Hold, daemon, wait_until
 from quire.tests.fakes import make_config
 from quire.tests.frontend.supervision.test_supervised_client import (
     Asyncio,
@@ -36,14 +36,16 @@ def replacing(address: str, config) -> subprocess.Popen:
 
 def test_streams_of_two_clients_continue(tmp_path: Path) -> None:
     """No token is lost, repeated or different."""
-    config = make_config(hf_overrides={"delay_s": 0.01})
+    hold = Hold(tmp_path, 40)  # until the second daemon is there
+    config = make_config(hf_overrides={"delay_s": 0.01} | hold.overrides)
+    hold.begin()
     results: dict[type, tuple] = {}
     has_begun = threading.Semaphore(0)
 
     def use(kind: type, address: str) -> None:
         engine = kind(address)
         try:
-            requests = some_requests(6, max_tokens=150)
+            requests = some_requests(6, max_tokens=190)
             has_begun.release()
             outputs = engine.generate(requests)
             results[kind] = requests, outputs, engine.client.engine_pid, engine.client.restarts
@@ -56,9 +58,11 @@ def test_streams_of_two_clients_continue(tmp_path: Path) -> None:
         ]
         for thread in threads:
             thread.start()
-            has_begun.acquire(timeout=30)
+            has_begun.acquire(timeout=60)
         second = replacing(address, config)
         try:
+            wait_until(lambda: listener_pid(tmp_path / "engine.sock") == second.pid)
+            hold.end()
             for thread in threads:
                 thread.join(60)
             wait_until(lambda: first.poll() is not None)

@@ -243,7 +243,7 @@ def _check_mutations(seeds: range, checkpoint: Path) -> None:
                 changed = _json_changed(changed, rng)
             changed = len(changed).to_bytes(8, "little") + changed + data
         path.write_bytes(changed)
-        started, before = time.monotonic(), tracemalloc.get_traced_memory()[0]
+        started, before = time.thread_time(), tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
         try:
             check_checkpoint(checkpoint, SHAPES, {})
@@ -257,7 +257,7 @@ def _check_mutations(seeds: range, checkpoint: Path) -> None:
             with suppress(SafetensorError), safe_open(path, framework="pt") as file:
                 assert {n: list(file.get_tensor(n).shape) for n in SHAPES} == SHAPES, seed
         assert tracemalloc.get_traced_memory()[1] - before < 2**21, seed
-        assert time.monotonic() - started < 10, seed
+        assert time.thread_time() - started < 10, seed
     tracemalloc.stop()
     assert refused > len(seeds) * 0.7
 

@@ -189,9 +189,9 @@ def test_values_of_wrong_types_give_one_sentence():
 
 def test_a_pattern_takes_little_time():
     found = parse({**CT, "ignore": ["re:" + ".*a" * 4 + "$"]})
-    start = time.monotonic()
+    start = time.thread_time()
     found.format_of("model.layers." + "a" * 60 + "b.weight", [8, 8])
-    assert time.monotonic() - start < 2
+    assert time.thread_time() - start < 2
 
 
 def test_every_method_is_covered():

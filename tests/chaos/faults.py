@@ -161,9 +161,11 @@ class Faults:
         with open(file, "wb", buffering=0) as disk, contextlib.suppress(OSError):
             while True:
                 disk.write(bytes(2**16))
-        self._signal(signal.SIGKILL)  # the next engine starts without room
-        await asyncio.sleep(self.rng.uniform(0.5, 2.0))
-        file.unlink()
+        try:
+            self._signal(signal.SIGKILL)  # the next engine starts without room
+            await asyncio.sleep(self.rng.uniform(0.5, 2.0))
+        finally:
+            file.unlink()
 
     async def do_exhaust_descriptors(self) -> None:
         process = psutil.Process(self.server.process.pid)
@@ -192,7 +194,7 @@ def environment_variables(variables: dict[str, str]) -> contextlib.AbstractConte
     return mock.patch.dict(os.environ, variables)
 
 
-async def wait_until_ready(server: httpx.Client, timeout_s: float = 120.0) -> float:
+async def wait_until_ready(server: httpx.Client, timeout_s: float = 600.0) -> float:
     began = time.monotonic()
     while True:
         with contextlib.suppress(httpx.TransportError):  # it may have no descriptor for another

@@ -66,7 +66,7 @@ def run(
         "--step-timeout-s",
         "3",
     )
-    flags += ("--startup-timeout-s", "30")  # some are stopped while they start
+    flags += ("--startup-timeout-s", "120")  # some are stopped while they start
     try:
         with (
             environment_variables(surroundings.environment),
@@ -86,7 +86,7 @@ def run(
     assert state["requests"] == [], state["requests"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "is_hybrid", [False, pytest.param(True, marks=pytest.mark.chaos)], ids=["bundled", "hybrid"]
 )

@@ -83,7 +83,7 @@ def test_the_bundled_model(engine):
     fractions = [fraction for stage, fraction in watcher.reports if stage == "load weights"]
     assert fractions == sorted(fractions) and fractions[-1] == 1.0 and len(set(fractions)) > 5
     assert watcher.num_turns > 3
-    assert set(threading.enumerate()) <= threads
+    wait_until(lambda: set(threading.enumerate()) <= threads)
 
 
 def test_a_death_is_noticed_without_a_call(tmp_path):
@@ -215,6 +215,7 @@ def test_a_cancelled_start_in_this_process_stops_at_the_next_report():
             )
             < 20
         )
-        assert executor.is_shut_down_early and set(threading.enumerate()) <= threads
+        assert executor.is_shut_down_early
+        wait_until(lambda: set(threading.enumerate()) <= threads)
 
     asyncio.run(main())

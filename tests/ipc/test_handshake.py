@@ -14,7 +14,7 @@ import pytest
 from quire.frontend.clients.own_loop import run_once
 from quire.ipc.errors import EngineStartError, InvalidParameterError, RemoteTraceback
 from quire.ipc.handshake import open_connection
-from quire.tests.fake_engine import COMMAND, daemon
+from quire.tests.fake_engine import COMMAND, daemon, wait_until
 from quire.tests.fakes import make_config
 
 
@@ -72,7 +72,8 @@ def open_(request):
     yield open_one
     for connection in connections:
         connection.close()
-    assert set(threading.enumerate()) <= threads and psutil.Process().children() == children
+    assert psutil.Process().children() == children
+    wait_until(lambda: set(threading.enumerate()) <= threads)
 
 
 def test_a_child(open_):

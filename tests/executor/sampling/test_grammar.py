@@ -24,6 +24,7 @@ from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.ipc.step_messages import NewRequestData, RowRefusal
 from quire.kernels import registry
 from quire.tests.executor.driver import make_config
+from quire.tests.fake_engine import wait_until
 from quire.tests.structured.generator import numbered
 from quire.tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, save_tiny_model
 from tokenizers import Tokenizer
@@ -505,12 +506,18 @@ def test_without_a_tokenizer_a_grammar_is_refused(directory, tokenizer):
 
 
 class FakeCheck:
-    """A check that takes as much CPU time as its regex says."""
+    """A check that takes as much CPU time as its regex says. After the first ones it waits until
+    all have been asked for.
+    """
+
+    all_are_asked_for = threading.Event()
 
     def __init__(self, settings):
         self.spent_s = 0.0
 
     def check(self, params: StructuredOutputsParams) -> None:
+        if params.regex not in ("slow0", "slow1"):
+            assert self.all_are_asked_for.wait(60)
         time.sleep(0.02)
         self.spent_s += 1.5 if params.regex.startswith("slow") else 0.01
 
@@ -522,6 +529,7 @@ class FakeCheck:
 
 def test_slow_grammars_of_one_owner_delay_no_other(bench, monkeypatch):
     monkeypatch.setattr(grammar, "GrammarCheck", FakeCheck)
+    FakeCheck.all_are_asked_for.clear()
     ended: list[str] = []
     slow = [f"slow{i}" for i in range(30)]
 
@@ -535,6 +543,7 @@ def test_slow_grammars_of_one_owner_delay_no_other(bench, monkeypatch):
     checks += [check(f"usual{i}", "b") for i in range(4)]
     # what waits for its turn with one owner has another one with the other
     checks += [check(slow[-1], "c"), check(slow[-2], "c")]
+    FakeCheck.all_are_asked_for.set()
     for future in checks:
         future.result(60)
     order = [text for text in ended if text.endswith(" b")]
@@ -552,4 +561,5 @@ def test_shutdown_leaks_no_thread_or_process(directory, tokenizer):
     assert len(psutil.Process().children()) > len(children)
     bench.grammars.shutdown()
     bench.grammars.shutdown()
-    assert set(threading.enumerate()) == threads and psutil.Process().children() == children
+    assert psutil.Process().children() == children
+    wait_until(lambda: set(threading.enumerate()) <= threads)

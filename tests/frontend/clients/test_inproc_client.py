@@ -66,18 +66,18 @@ def test_a_failed_step_keeps_its_traceback():
 
 def test_the_thread_ends_with_the_client():
     async def main() -> None:
-        threads = threading.active_count()
+        before = set(threading.enumerate())  # those of earlier tests may end meanwhile
         client = open_client(hf_overrides={"delay_s": 0.01})
         client.add_request(request())
         await client.get_output_async()
-        assert threading.active_count() == threads + 1
+        assert set(threading.enumerate()) - before == {client._engine.thread}
         with pytest.raises(RuntimeError, match="get_output_async"):
             client.get_output()
         waiter = asyncio.create_task(client.get_output_async())
         client.abort_requests(["a"])
         await waiter
         client.shutdown()
-        assert threading.active_count() <= threads
+        assert not set(threading.enumerate()) - before
 
     asyncio.run(main())
 

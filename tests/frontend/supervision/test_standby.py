@@ -113,7 +113,7 @@ def test_nothing_remains(moment: str) -> None:
     engine.close()
     assert time.monotonic() - begin < 25  # startup_timeout_s is 120
     assert psutil.wait_procs(children, timeout=60)[1] == []
-    assert not any(thread.name == "quire-standby" for thread in threading.enumerate())
+    wait_until(lambda: all(thread.name != "quire-standby" for thread in threading.enumerate()))
 
 
 def engines() -> list[psutil.Process]:

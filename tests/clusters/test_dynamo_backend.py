@@ -211,7 +211,8 @@ def test_drain_waits_for_what_runs(started: Started) -> None:
                 chunks.append(chunk)
 
         running = asyncio.create_task(collect())
-        await asyncio.sleep(0.05)
+        while not chunks:
+            await asyncio.sleep(0.001)
         await started.engine.drain()
         assert len(tokens(chunks)) == 900  # before the reader has ended, too
         await running

@@ -120,7 +120,8 @@ def test_leaving_a_stream_aborts_the_request(how) -> None:
                 task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             gc.collect()
-            await asyncio.sleep(0.01)
+            while not llm.client.aborted:
+                await asyncio.sleep(0.001)
         own = next(r.request_id for r in llm.client.requests if r.request_id.startswith("a-"))
         assert llm.client.aborted == [own] and llm._streams.keys() <= {"other"}
         assert (await other)[-1].finished

@@ -546,9 +546,8 @@ def test_slow_grammars_of_one_owner_delay_no_other(bench, monkeypatch):
     FakeCheck.all_are_asked_for.set()
     for future in checks:
         future.result(60)
-    order = [text for text in ended if text.endswith(" b")]
-    assert order == [f"usual{i} b" for i in range(4)]
-    assert ended.index("usual3 b") < 16, ended
+    # two may be checked at once, and either may end first
+    assert max(ended.index(f"usual{i} b") for i in range(4)) < 16, ended
     assert max(map(ended.index, (f"{slow[-1]} c", f"{slow[-2]} c"))) < 20, ended
 
 

@@ -114,6 +114,9 @@ async def _receive(connection: Connection, source: zmq.Socket, deadline: float, 
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                     await news.wait()
             except TimeoutError:
+                # It may have come while this process waited for a processor.
+                if (message := _take(connection, source)) is not None:
+                    return message
                 if is_dead:
                     raise EngineStartError(f"{where}: {connection.describe_death()}") from None
                 raise EngineStartError(

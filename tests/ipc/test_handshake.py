@@ -12,9 +12,10 @@ import time
 import psutil
 import pytest
 from quire.frontend.clients.own_loop import run_once
+from quire.ipc import handshake
 from quire.ipc.errors import EngineStartError, InvalidParameterError, RemoteTraceback
 from quire.ipc.handshake import open_connection
-from quire.tests.fake_engine import COMMAND, daemon, wait_until
+from quire.tests.fake_engine import COMMAND, daemon, is_gone, wait_until
 from quire.tests.fakes import make_config
 
 
@@ -116,6 +117,23 @@ def test_failures(open_, trouble, expected, text):
     with pytest.raises(expected, match=text) as caught:
         open_(hf_overrides={"at_load": trouble})
     assert (trouble != "fail") or isinstance(caught.value.__cause__, RemoteTraceback)
+
+
+def test_a_failure_that_is_seen_when_the_time_is_over_is_named(monkeypatch):
+    """As on a busy machine: this process sees the engine's death, and its last words later."""
+    take, reports, is_late = handshake._take, [], []
+
+    def take_late(connection, source):
+        if is_late or not any(stage == "load weights" for stage, _ in reports):
+            return take(connection, source)
+        is_late.append(True)
+        wait_until(lambda: is_gone(connection.engine_pid))
+
+    monkeypatch.setattr(handshake, "_take", take_late)
+    monkeypatch.setattr(handshake, "LAST_MESSAGES_S", 0.0)
+    with pytest.raises(ValueError, match="made of cheese"):
+        opened_blocking("process", COMMAND, reports, hf_overrides={"at_load": "fail"})
+    assert is_late
 
 
 def test_the_deadline(open_):

@@ -31,10 +31,10 @@ from ..ipc.messages import (
 )
 from ..ipc.models.expert_parallel import shares_experts
 from ..ipc.models.memory_plan import fitting_tokens
-from ..ipc.models.ranks import num_ranks, num_steps_in_flight
+from ..ipc.models.ranks import num_steps_in_flight
 from ..ipc.step_messages import ModelRunnerOutput
-from ..ipc.threads import start_in_thread
 from .arrivals import Arrivals
+from .executor_import import Report, import_executor
 from .loras import LoraRegistry
 from .observation import Observer, StepRecords, log_step
 from .output_rows import MAX_GAP_S, OutputRows
@@ -49,7 +49,6 @@ from .waves import EngineWaves
 if TYPE_CHECKING:
     from ..executor.executor import Executor, PendingOutput
 
-Report = Callable[[str, float], None]
 KEPT_BYTES = 2**30  # the most of the cache that an engine stores when it ends; it takes seconds
 
 
@@ -94,24 +93,21 @@ class EngineCore:
         """Loads the model and sizes the KV cache, calling `report(stage, fraction)`.
 
         `is_alone`: this process is the engine's own and runs no other program's code. `imported`:
-        of import_executor, if it has been called. `check_every_step`: for tests, post_step checks
-        the scheduler's integrity.
+        of begin_import, if it has been called. `check_every_step`: for tests, post_step checks the
+        scheduler's integrity.
         """
         check_config(config)
         report = report or (lambda stage, fraction: None)
-        give_back: Callable[[], Any] | None = None
         if executor is None:
-            executor, give_back = _make_executor(
-                config, report, is_alone=is_alone, imported=imported
-            )
+            executor = import_executor(config, report, is_alone=is_alone, imported=imported)
         self.config = config
         self.executor = executor
         self.host = host
         try:
             self.scheduler, self.ready = _load(config, executor, report, epoch, engine_index)
             self.kv_events = make_publisher(config, epoch, engine_index)
-            if give_back is not None:
-                give_back()
+            if is_alone:
+                platform_tuning.unmap_unchanged()
             report("kv cache", 1.0)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to report
@@ -430,45 +426,6 @@ class EngineCore:
 
 
 # -------------------------------------------------------------------- the start
-
-
-def begin_import() -> Future[Any]:
-    """Runs import_executor in a thread, for a CPU and before the configuration is known."""
-    # It is imported here first, because this thread needs it while the other one holds the GIL.
-    from ..executor.weights import early_memory  # noqa: F401
-
-    return start_in_thread(import_executor)
-
-
-def import_executor(config: EngineConfig | None = None) -> Callable[[], Any]:
-    """Imports what runs a model into the engine's own process, on a CPU if `config` follows later.
-
-    Returns a function to call when the engine is ready: it releases memory of the import.
-    """
-    from ..executor import lean_import
-
-    if config is None or num_ranks(config) == 1:  # ranks import it in their own processes
-        lean_import.import_torch(config)
-        from ..executor import worker  # noqa: F401
-    return platform_tuning.unmap_unchanged
-
-
-def _make_executor(
-    config: EngineConfig, report: Report, *, is_alone: bool, imported: Future[Any] | None
-) -> tuple[Executor, Callable[[], None] | None]:
-    """The executor, and what import_executor returns if this process is the engine's own."""
-    report("import", 0.0)
-    from ..executor.weights import early_memory
-
-    early_memory.begin(config, imports_torch=imported is not None)
-    if imported is not None:
-        imported.result()
-    give_back = import_executor(config) if is_alone else None
-    from ..executor.executor import make_executor
-
-    executor = make_executor(config)
-    report("import", 1.0)
-    return executor, give_back
 
 
 def _load(

@@ -22,7 +22,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import zmq
@@ -61,7 +61,10 @@ from ..ipc.messages import (
 from ..ipc.process import STACKS_SIGNAL, SignalPipe, die_with_parent, read_key
 from ..ipc.sockets import KEY_BYTES, MAX_DAEMON_SOCKETS, Wire, ipc_path, make_context
 from ..ipc.systemd import Notifier
-from .engine_core import EngineCore, Host, begin_import
+from .executor_import import begin_import
+
+if TYPE_CHECKING:
+    from .engine_core import EngineCore
 
 GROUP_S = 1.0  # between the Shutdowns of engines that leave together
 LEAVE_DELAY_S = 1.0  # see EngineCoreProc.delays_leaving
@@ -157,6 +160,8 @@ class EngineCoreProc:
 
     def _start(self) -> None:
         imported = begin_import() if self.imports_early else None
+        from .engine_core import EngineCore, Host  # while that thread loads torch's libraries
+
         while self.config is None:
             self._take_events(block=True)
             self._check_early()

@@ -14,11 +14,13 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..ipc import platform_tuning
-from ..ipc.config import EngineConfig
 from ..ipc.plugins import installed_plugins
+
+if TYPE_CHECKING:
+    from ..ipc.config import EngineConfig
 
 # This module has kernels for tensors without data, and takes half a second to run. Only torch's
 # compiler and the device "meta" need them; Quire uses neither.
@@ -41,11 +43,11 @@ def import_torch(config: EngineConfig | None = None) -> None:
         if not is_ours and (deferred := sys.modules.get(_DEFERRED)) is not None:
             hasattr(deferred, "__all__")  # runs it
         return
+    _load_libraries()
     is_ours = is_ours and platform_tuning.is_enabled() and not installed_plugins()
     if is_ours:
         # numpy's own library for products starts threads that spin, and Quire does not use it
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    _load_libraries()
     finder = _Finder(_DEFERRED if is_ours else "")
     sys.meta_path.insert(0, finder)
     try:
@@ -57,7 +59,7 @@ def import_torch(config: EngineConfig | None = None) -> None:
 
 def _load_libraries() -> None:
     """Loads torch's libraries without the GIL. The import would hold it for 0.2 s, while another
-    thread handles the configuration.
+    thread imports the core and handles the configuration.
     """
     spec = find_spec("torch")
     path = Path((spec and spec.origin) or "").parent / "lib" / "libtorch_python.so"

@@ -29,7 +29,6 @@ from struct import Struct
 from typing import BinaryIO, NamedTuple
 
 import msgspec
-import numpy as np
 
 from ...ipc.config import EngineConfig
 from ...ipc.machine import available_cores
@@ -200,6 +199,8 @@ def checksum(data: memoryview) -> int:
 
     `data` is contiguous. It runs without the GIL.
     """
+    import numpy as np  # here, because most engines import this module and write no such file
+
     found, piece = 0, _ROW * _ROWS
     for start in range(0, data.nbytes, piece):
         part = data[start : start + piece]

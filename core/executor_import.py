@@ -1,0 +1,54 @@
+"""Imports the executor, and torch with it, when a process is to run a model.
+
+Must not know: what an executor does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from ..ipc.config import EngineConfig
+from ..ipc.threads import start_in_thread
+
+if TYPE_CHECKING:
+    from ..executor.executor import Executor
+
+Report = Callable[[str, float], None]
+
+
+def begin_import() -> Future[Any]:
+    """Imports what runs a model on a CPU, in a thread, before the configuration is known. The
+    calling thread may import the core meanwhile.
+    """
+    return start_in_thread(_import_worker)
+
+
+def _import_worker() -> None:
+    from ..executor.lean_import import import_torch
+
+    import_torch()
+    from ..executor import worker  # noqa: F401
+
+
+def import_executor(
+    config: EngineConfig, report: Report, *, is_alone: bool, imported: Future[Any] | None
+) -> Executor:
+    """Makes the executor of a configuration. See EngineCore for the arguments."""
+    from ..executor.weights import early_memory
+    from ..ipc.models.ranks import num_ranks
+
+    report("import", 0.0)
+    early_memory.begin(config, imports_torch=imported is not None)
+    if imported is not None:
+        imported.result()
+    if is_alone and num_ranks(config) == 1:  # ranks import torch in their own processes
+        from ..executor.lean_import import import_torch
+
+        import_torch(config)
+    from ..executor.executor import make_executor
+
+    executor = make_executor(config)
+    report("import", 1.0)
+    return executor

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import psutil
 import torch
 
 from ..ipc import platform_tuning
@@ -187,11 +186,6 @@ def release_mapped(tensor: torch.Tensor) -> None:
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > start:
         platform_tuning.drop_pages(start, end - start)
-
-
-def resident_bytes() -> int:
-    """Memory that this process has in use now."""
-    return psutil.Process().memory_info().rss
 
 
 def free_bytes(device: torch.device) -> int:

@@ -19,8 +19,6 @@ from ..ipc.models.checkpoint import read_stored_weights
 from ..ipc.models.decoder_config import DecoderConfig, unread_keys
 from ..ipc.models.encoder_config import EncoderConfig
 from ..ipc.models.gguf import is_gguf, read_gguf
-from ..ipc.models.gguf_config import gguf_config
-from ..ipc.models.gguf_weights import check_gguf_tensors, weights_in_memory
 from ..ipc.models.memory_plan import check_weights_fit
 from ..ipc.models.quantization_config import CheckpointQuantization, parse_quantization
 from ..ipc.models.quantized_tensors import saved_bytes
@@ -46,7 +44,6 @@ from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
 from .plugins import describe_module
 from .result_checks import check_results
-from .weights.gguf import tensors_of_file
 from .weights.loader import fill_with_random_weights, load_weights
 from .weights.packed_cache import PackedCache
 
@@ -194,9 +191,9 @@ class ModelBuilder:
         model_config = self.config.model_config
         num_bytes, kind = make.weights_bytes, model_config.quantization or model_config.dtype
         if directory is not None and is_gguf(directory) and make.multiplies_blocks:
-            shapes = {name: list(tensor.shape) for name, tensor in tensors_of_file(model).items()}
-            tensors = check_gguf_tensors(read_gguf(directory), shapes)
-            num_bytes = weights_in_memory(tensors, model_config.dtype, keeps_blocks=True)
+            from .weights.gguf import bytes_of_blocks
+
+            num_bytes = bytes_of_blocks(model, directory, model_config.dtype)
             kind = "blocks of the file"
         if directory is not None and quantization is not None and make.multiplies_blocks:
             shapes = (
@@ -229,7 +226,12 @@ class ModelBuilder:
         if not path.exists():
             return
         model_config, kind = self.config.model_config, self.kind
-        hf_config = gguf_config(read_gguf(path)) if is_gguf(path) else text_part(read_json(path))
+        if is_gguf(path):
+            from ..ipc.models.gguf_config import gguf_config
+
+            hf_config = gguf_config(read_gguf(path))
+        else:
+            hf_config = text_part(read_json(path))
         described = find_model(hf_config, model_config.model_impl)
         if described.name != kind.name:
             raise ModelLoadError(
@@ -240,7 +242,7 @@ class ModelBuilder:
         keys = (*model_config.hf_overrides, "architectures", "score_token_ids")
         overrides = {key: known[key] for key in keys if key in known}
         other = kind.parse_config(hf_config | overrides)
-        for name in self.shape.__dataclass_fields__:
+        for name in self.shape.__struct_fields__:
             if getattr(self.shape, name) != getattr(other, name):
                 raise ModelLoadError(
                     f"{path}: {name} is {getattr(other, name)!r}, the engine runs a model with "

@@ -20,6 +20,7 @@ from .. import __version__
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError
 from ..ipc.lora import LoRARequest
+from ..ipc.machine import resident_bytes
 from ..ipc.models.memory_plan import (
     check_cache_size,
     plan_num_blocks,
@@ -695,7 +696,7 @@ class Worker:
         return {
             "weights_bytes": 0 if "weights" in self.asleep else self._weights_bytes,
             "kv_cache_bytes": 0 if "kv_cache" in self.asleep else self._cache_bytes,
-            "resident_bytes": devices.resident_bytes(),
+            "resident_bytes": resident_bytes(),
         }
 
     @property

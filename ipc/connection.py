@@ -5,13 +5,12 @@ Must not know: requests and outputs, or who waits for them (frontend/clients/mp_
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -37,6 +36,9 @@ from .sockets import (
     make_router,
     make_wire,
 )
+
+if TYPE_CHECKING:
+    import asyncio
 
 # Descriptors that an engine takes in this process: its sockets, what ZMQ opens for them, and the
 # child's pipes. ZMQ ends the process when it cannot open one.

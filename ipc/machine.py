@@ -11,8 +11,9 @@ import os
 import resource
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
-import psutil
+_OF_THE_MACHINE = Path("/proc/meminfo")
 
 
 def available_cores() -> int:
@@ -163,7 +164,7 @@ def free_memory_bytes() -> int:
     """Memory this process can still use: the machine's free memory, or its cgroup's if that is
     less.
     """
-    free = psutil.virtual_memory().available
+    free = _stated_bytes(_OF_THE_MACHINE, "MemAvailable")
     limit = cgroup_free_memory()
     return free if limit is None else min(free, limit)
 
@@ -172,15 +173,42 @@ def total_memory_bytes() -> int:
     """Memory that this process could ever use: the machine's, or its cgroup's limit if that is
     less.
     """
-    total = psutil.virtual_memory().total
+    total = _stated_bytes(_OF_THE_MACHINE, "MemTotal")
     limit = cgroup_memory_limit()
     return total if limit is None else min(total, limit)
 
 
 def private_memory_bytes(pid: int) -> int:
     """Memory of a process that it shares with no other, without files that are mapped."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
+    return _stated_bytes(Path(f"/proc/{pid}/status"), "RssAnon")
+
+
+def resident_bytes() -> int:
+    """Memory that this process has in use now."""
+    return _stated_bytes(Path("/proc/self/status"), "VmRSS")
+
+
+def address_space_bytes() -> int:
+    """The size of this process's address space."""
+    return _stated_bytes(Path("/proc/self/status"), "VmSize")
+
+
+class ProcessState(NamedTuple):
+    letter: str  # as in proc(5): "T" is stopped
+    cpu_s: float  # of all its threads
+
+
+def process_state(pid: int) -> ProcessState:
+    """Raises OSError for a process that is gone."""
+    letter, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    ticks = int(fields[10]) + int(fields[11])  # in user and in system mode
+    return ProcessState(letter, ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def _stated_bytes(path: Path, name: str) -> int:
+    """The amount with this name in a file of /proc, which states it in kB. 0: it is not there."""
+    for line in path.read_text().splitlines():
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -74,6 +73,8 @@ def replace_own(path: Path, write: Callable[[BinaryIO], object]) -> None:
     or nothing, also after a crash. Raises OSError, and then leaves nothing.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    import tempfile  # most processes read such files and write none
+
     descriptor, name = tempfile.mkstemp(TEMPORARY, path.name, path.parent)
     try:
         with open(descriptor, "wb") as file:

@@ -40,6 +40,7 @@ MAY_IMPORT = {
 LAZILY = {
     "__init__.py": "core",
     "frontend/clients/inproc_client.py": "core",
+    "core/engine_core.py": "executor",
     "core/executor_import.py": "executor",
 }
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
+import msgspec
 import pytest
 from quire.frontend.answer_format.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.ipc.models import fallback_architectures
@@ -29,7 +29,7 @@ def test_a_new_architecture_changes_the_page(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_new_row_has_notes_and_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    bloom = dataclasses.replace(ARCHITECTURES["LlamaForCausalLM"], model_type="bloom")
+    bloom = msgspec.structs.replace(ARCHITECTURES["LlamaForCausalLM"], model_type="bloom")
     page = updated(PAGE.read_text())
     assert re.search(r"^\| .*`bloom`.* \| its attention", page, re.MULTILINE)
     for table in (ARCHITECTURES, NATIVE):

@@ -9,9 +9,8 @@ by the one, and its result by the other ("absorbed"). Prompts and decoding have 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
+from msgspec.structs import replace
 
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.latent_config import NORM_EPS

@@ -18,7 +18,7 @@ from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.encoder_config import EncoderConfig
 from ...ipc.models.expert_parallel import NAME, experts_of
-from ...ipc.models.gguf_weights import MEMORY_TYPES
+from ...ipc.models.gguf import MEMORY_TYPES
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...ipc.models.quantized_tensors import BLOCKS
 from ..device import free_bytes

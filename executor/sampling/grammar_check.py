@@ -30,9 +30,9 @@ from collections.abc import Iterator
 from typing import IO, BinaryIO
 
 import msgspec
-import psutil
 
 from ...ipc.errors import InvalidParameterError
+from ...ipc.machine import address_space_bytes, process_state
 from ...ipc.params import StructuredOutputsParams
 from ...ipc.process import die_with_parent, kill_at_end_of_file
 from .grammar_compiler import GrammarCompiler, refusal
@@ -119,13 +119,12 @@ class GrammarCheck:
 
     @contextlib.contextmanager
     def _timed(self, child: subprocess.Popen) -> Iterator[None]:
-        process = psutil.Process(child.pid)
-        start = _cpu_s(process)
+        start = process_state(child.pid).cpu_s
         try:
             yield
         finally:
-            with contextlib.suppress(psutil.Error):  # it may have died
-                self.spent_s += _cpu_s(process) - start
+            with contextlib.suppress(OSError):  # it may have died
+                self.spent_s += process_state(child.pid).cpu_s - start
 
     def close(self) -> None:
         """Makes a check that waits for the child fail, and prevents further ones from starting.
@@ -220,8 +219,8 @@ def _ask(child: subprocess.Popen[bytes], message: object, limit_s: float) -> byt
     it is gone.
     """
     assert child.stdin is not None and child.stdout is not None  # both are pipes
-    process, deadline = psutil.Process(child.pid), time.monotonic() + WAIT_LIMIT_S
-    limit_s += _cpu_s(process)
+    deadline = time.monotonic() + WAIT_LIMIT_S
+    limit_s += process_state(child.pid).cpu_s
     unsent = memoryview(_framed(msgspec.msgpack.encode(message)))
     os.set_blocking(child.stdin.fileno(), False)  # a stopped child reads nothing
     while True:
@@ -234,15 +233,10 @@ def _ask(child: subprocess.Popen[bytes], message: object, limit_s: float) -> byt
             return _read(child.stdout)
         if child.stdin.fileno() in ready:
             unsent = unsent[os.write(child.stdin.fileno(), unsent) :]
-        elif _cpu_s(process) >= limit_s:
+        elif (state := process_state(child.pid)).cpu_s >= limit_s:
             return None
-        elif process.status() == psutil.STATUS_STOPPED or time.monotonic() >= deadline:
+        elif state.letter == "T" or time.monotonic() >= deadline:  # it is stopped
             raise TimeoutError
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 def _framed(payload: bytes) -> bytes:
@@ -291,7 +285,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         compiler.tokenizer  # noqa: B018
     except InvalidParameterError as error:
         return _write(answers, msgspec.msgpack.encode(Problem(error.parameter, error.problem)))
-    limit = psutil.Process().memory_info().vms + MEMORY_LIMIT_BYTES
+    limit = address_space_bytes() + MEMORY_LIMIT_BYTES
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -29,7 +29,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_schemas import closed_schema
 from ...ipc.models.gguf import is_gguf
-from ...ipc.models.gguf_tokenizer import tokenizer_json
 from ...ipc.params import StructuredOutputsParams
 
 MAX_GRAMMAR_BYTES = 512 * 1024  # of a schema, a regex, a grammar, or all choices together, in UTF-8
@@ -197,6 +196,15 @@ def is_dead_end(matcher: LLMatcher) -> bool:
     return matcher.get_error().startswith("NoExtension")
 
 
+def _tokenizer_json(path: Path) -> bytes:
+    """tokenizer.json of a model's directory, or of a GGUF file."""
+    if not is_gguf(path):
+        return (path / "tokenizer.json").read_bytes()
+    from ...ipc.models.gguf_tokenizer import tokenizer_json
+
+    return tokenizer_json(path)
+
+
 class GrammarCompiler:
     """Compiles grammars for one tokenizer.
 
@@ -228,12 +236,7 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 path = Path(self.tokenizer_directory)
                 try:
-                    text = (
-                        tokenizer_json(path).decode()
-                        if is_gguf(path)
-                        else (path / "tokenizer.json").read_text(encoding="utf-8")
-                    )
-                    self._tokenizer = self._load(msgspec.json.decode(text))
+                    self._tokenizer = self._load(msgspec.json.decode(_tokenizer_json(path)))
                 except (*NO_SUCH_FILE, ValueError, TypeError, KeyError, ModelLoadError) as error:
                     raise refusal(
                         f"is not possible with this model's tokenizer: {shorten(str(error))}"

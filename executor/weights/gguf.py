@@ -23,6 +23,7 @@ from ...ipc.models.gguf_weights import (
     is_permuted,
     parts_in_files,
     read_rope_factors,
+    weights_in_memory,
     whole_of_heads,
 )
 from ..device import release_mapped
@@ -150,6 +151,13 @@ def tensors_of_file(model: Any) -> dict[str, torch.Tensor]:
             parts = {stem: tensor.transpose(1, 2) if model.has_transposed_experts else tensor}
         tensors |= {f"{part}.{kind}": values for part, values in parts.items()}
     return tensors
+
+
+def bytes_of_blocks(model: Any, path: Path, dtype: str) -> int:
+    """Bytes of the model's weights, where matrices stay the blocks of the file."""
+    shapes = {name: list(tensor.shape) for name, tensor in tensors_of_file(model).items()}
+    tensors = check_gguf_tensors(read_gguf(path), shapes)
+    return weights_in_memory(tensors, dtype, keeps_blocks=True)
 
 
 class _Halves:

@@ -29,7 +29,6 @@ from ...ipc.models.stacked_experts import (
 from ...ipc.models.stored_names import find_stored_names, is_ignored
 from ..device import release_mapped
 from .converted import load_converted_weights
-from .gguf import load_gguf_weights
 from .load_times import LoadTimes
 from .packed_rows import PackedRows, copy_weights
 from .quantized import QuantizedWeights, pack_mxfp4
@@ -64,6 +63,8 @@ def load_weights(
     """
     times = LoadTimes()
     if is_gguf(directory):
+        from .gguf import load_gguf_weights
+
         load_gguf_weights(model, directory, report, fill, times)
         times.log()
         return

@@ -18,11 +18,9 @@ from safetensors import SafetensorError, safe_open
 from ...ipc.errors import ModelLoadError
 from ...ipc.json_files import read_json
 from ...ipc.models.checkpoint import read_header
-from ...ipc.models.gguf import GGUFFile, GGUFTensor, is_gguf, read_gguf
-from ...ipc.models.gguf_weights import READABLE_TYPES, architecture_of, is_permuted
+from ...ipc.models.gguf import READABLE_TYPES, GGUFFile, GGUFTensor, is_gguf, read_gguf
 from ...ipc.models.lora_config import CONFIG_NAME, LoraConfig, parse_lora_config
 from ...kernels.lora import in_blocks
-from .gguf import halves_apart
 from .packed_rows import PackedRows
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -204,6 +202,8 @@ def _check_module(config: LoraConfig, module: str, names: dict[str, str], path: 
 
 def _read_gguf(path: Path, heads: tuple[int, int]) -> Iterator[tuple[str, _Pair]]:
     """Does what _read_peft does, for a GGUF file. There, A of an embedding is transposed."""
+    from ...ipc.models.gguf_weights import architecture_of
+
     file = read_gguf(path)
     kinds = file.metadata.get("general.type"), file.metadata.get(_GGUF_TYPE_KEY, "lora")
     if kinds != ("adapter", "lora"):
@@ -240,6 +240,9 @@ def _read_gguf(path: Path, heads: tuple[int, int]) -> Iterator[tuple[str, _Pair]
 def _pair(
     file: GGUFFile, name: str, parts: dict[str, GGUFTensor], alpha: float, heads: tuple[int, int]
 ) -> _Pair:
+    from ...ipc.models.gguf_weights import is_permuted
+    from .gguf import halves_apart
+
     a, b = (_rows(parts[part]) for part in "ab")
     if is_permuted(file, name):
         count = heads[0] if "q_proj" in name else heads[1]

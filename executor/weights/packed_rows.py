@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...ipc.models.gguf_weights import MEMORY_TYPES
+from ...ipc.models.gguf import MEMORY_TYPES
 from ...kernels.reference.gguf_blocks import dequantize
 from ...kernels.reference.gguf_repack import repack
 from ..device import copy_mapped, release_mapped

@@ -146,9 +146,13 @@ def read_hf_config(directory: Path, overrides: dict[str, Any]) -> dict[str, Any]
     path = directory if is_gguf(directory) else directory / "config.json"
     # knows all architectures, which a help text does not need
     from ...ipc.models.architectures import text_part
-    from ...ipc.models.gguf_config import gguf_config
 
-    own = gguf_config(read_gguf(path)) if is_gguf(path) else text_part(read_json(path))
+    if is_gguf(path):
+        from ...ipc.models.gguf_config import gguf_config
+
+        own = gguf_config(read_gguf(path))
+    else:
+        own = text_part(read_json(path))
     hf_config = _merged(own, overrides)
     try:
         msgspec.msgpack.encode(hf_config)

@@ -19,7 +19,6 @@ import tokenizers
 from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_files import check_model_file, read_json_if_exists
 from ...ipc.models.gguf import is_gguf, read_gguf
-from ...ipc.models.gguf_tokenizer import Vocabulary, gguf_tokenizer, gguf_tokenizer_config
 from . import token_bounds, tokenizer_trial
 from .chat_template import choose_template, read_chat_templates, render_chat
 
@@ -187,7 +186,11 @@ def stored_chat_templates(directory: str | Path) -> dict[str, str]:
     """Reads Tokenizer.chat_templates without loading the tokenizer. Raises ModelLoadError."""
     path = Path(directory)
     beside = path.parent if is_gguf(path) else path
-    stated = gguf_tokenizer_config(Vocabulary(read_gguf(path))) if is_gguf(path) else {}
+    stated = {}
+    if is_gguf(path):
+        from ...ipc.models.gguf_tokenizer import Vocabulary, gguf_tokenizer_config
+
+        stated = gguf_tokenizer_config(Vocabulary(read_gguf(path)))
     return read_chat_templates(
         beside, stated | read_json_if_exists(beside / "tokenizer_config.json")
     )
@@ -257,9 +260,8 @@ class _TokenizerFile(msgspec.Struct):
         parts = self.normalizer.parts() if self.normalizer is not None else ()
         replaced = tokenizer_trial.regular_expressions([part.pattern for part in parts])
         others = [self.pre_tokenizer, self.post_processor, self.decoder]
-        return (
-            replaced <= tokenizer_trial.KNOWN_IN_NORMALIZERS
-            and tokenizer_trial.regular_expressions(others) <= tokenizer_trial.KNOWN
+        return replaced <= tokenizer_trial.KNOWN_IN_NORMALIZERS and tokenizer_trial.are_known(
+            tokenizer_trial.regular_expressions(others)
         )
 
 
@@ -326,6 +328,8 @@ def _is_of_library(error: BaseException) -> bool:
 
 def _load_gguf(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """The tokenizer, and what tokenizer_config.json would hold."""
+    from ...ipc.models.gguf_tokenizer import Vocabulary, gguf_tokenizer, gguf_tokenizer_config
+
     vocabulary, beside = Vocabulary(read_gguf(path)), path.with_name("tokenizer.json")
     config = gguf_tokenizer_config(vocabulary)
     if beside.exists():

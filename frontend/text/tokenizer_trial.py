@@ -19,7 +19,6 @@ from typing import Any
 import tokenizers
 
 from ...ipc.errors import ModelLoadError
-from ...ipc.models.gguf_pre_tokenizers import PRE_TOKENIZERS
 
 CPU_LIMIT_S = 20  # a file of 35 MB takes 2
 MEMORY_LIMIT_BYTES = 2 * 2**30  # and 64 times the file
@@ -46,12 +45,19 @@ def regular_expressions(component: Any) -> set[str]:
     )
 
 
-# Published expressions of normalizers, which a load applies to all added tokens, and of the other
-# parts.
+# Published expressions of normalizers, which a load applies to all added tokens.
 KNOWN_IN_NORMALIZERS = {" {2,}", r"\s+"}  # take time in proportion to the text
-KNOWN = regular_expressions([step for each in PRE_TOKENIZERS.values() for step in each.steps]) | {
-    r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+",  # the bundled model's
-}
+_BUNDLED = {r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"}
+
+
+def are_known(expressions: set[str]) -> bool:
+    """Whether these expressions of the other parts are all published, or the bundled model's."""
+    if expressions <= _BUNDLED:
+        return True
+    from ...ipc.models.gguf_pre_tokenizers import PRE_TOKENIZERS
+
+    published = [step for each in PRE_TOKENIZERS.values() for step in each.steps]
+    return expressions <= _BUNDLED | regular_expressions(published)
 
 
 def try_out(path: Path, contents: bytes) -> None:

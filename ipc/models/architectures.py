@@ -8,12 +8,13 @@ the models; tests/ipc/models/test_architectures.py compares their tensors with t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from ..errors import ModelLoadError
-from . import lfm_families, qwen_families
 from .decoder_config import (
     GATE_OF_ELEMENTS,
     GATE_OF_HEADS,
@@ -25,20 +26,10 @@ from .decoder_config import (
 from .encoders import ENCODERS, EncoderArchitecture
 from .experts_config import ExpertsFormat, first_layers, sparse_steps
 from .forms import GENERATE, family_and_form
-from .gemma_config import gemma_fields, gemma_keys
-from .latent_config import latent_dense_layers, latent_fields, latent_keys
-from .mamba_families import (
-    bamba_fields,
-    falcon_fields,
-    granite_fields,
-    granite_keys,
-    mamba2_fields,
-    mamba2_keys,
-    nemotron_dense_layers,
-    nemotron_fields,
-    nemotron_keys,
-)
-from .mixers import Shapes
+from .rope_config import FULL, SLIDING
+
+if TYPE_CHECKING:
+    from .mixers import Shapes
 
 TEXT_PREFIX = "language_model."  # of the tensors in a multimodal model's text part
 # The names of a layer's norms: before and after attention, before and after the MLP. None: the
@@ -82,8 +73,21 @@ class TensorNames(NamedTuple):
 PLAIN_NAMES = TensorNames()
 
 
-@dataclass(frozen=True)
-class Architecture:
+class Later(msgspec.Struct, frozen=True):
+    """A function of a module beside this one, which is imported by the first call: a process runs
+    one model, and does not need what other families have of their own.
+    """
+
+    module: str
+    function: str
+    options: dict[str, Any] = {}
+
+    def __call__(self, hf_config: dict[str, Any]) -> Any:
+        function = getattr(import_module(f".{self.module}", __package__), self.function)
+        return function(hf_config, **self.options)
+
+
+class Architecture(msgspec.Struct, frozen=True):
     """An architecture's row. `honours`, `default_head_dim` and `activation` are arguments of
     parse_decoder_config.
 
@@ -111,8 +115,8 @@ class Architecture:
     norms: LayerNorms = PRE_NORMS
     names: TensorNames = PLAIN_NAMES
     activation: str = "silu"
-    defaults: dict[str, Any] = field(default_factory=dict)
-    constants: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
     scaled_embedding: bool = False  # whether it is multiplied by the root of hidden_size
     has_layer_scalars: bool = False  # by which layers multiply the residual stream
     prefix: str = ""  # of all tensors' names
@@ -281,6 +285,38 @@ _LFM_NAMES = TensorNames(
     down="w2",
     final_norm="embedding_norm",
 )
+_DEFAULTS_OF_LFM: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "conv_L_cache": 3,
+}
+# of the MLPs of LFM2 alone
+_WIDTHS_OF_LFM: dict[str, Any] = {
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+}
+_DEFAULTS_OF_LFM3: dict[str, Any] = _DEFAULTS_OF_LFM | {
+    "num_key_value_heads": 4,
+    "conv_L_cache": 7,
+    "sliding_window": 256,
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    },
+}
+_DEFAULTS_OF_QWEN: dict[str, Any] = {
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "tie_word_embeddings": False,
+}
 _OF_QWEN: dict[str, Any] = {
     "default_head_dim": 256,
     "qk_norm": True,
@@ -290,11 +326,11 @@ _OF_QWEN: dict[str, Any] = {
         "fp32_norms": True,
         "attention_gate": GATE_OF_ELEMENTS,
     },
-    "read_keys": qwen_families.qwen_keys,
-    "read_fields": qwen_families.qwen_fields,
+    "read_keys": Later("qwen_families", "qwen_keys"),
+    "read_fields": Later("qwen_families", "qwen_fields"),
 }
 _OF_QWEN_NEXT: dict[str, Any] = _OF_QWEN | {
-    "read_fields": partial(qwen_families.qwen_fields, is_by_key_head=True)
+    "read_fields": Later("qwen_families", "qwen_fields", {"is_by_key_head": True})
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ARCHITECTURES = {
@@ -367,8 +403,8 @@ ARCHITECTURES = {
             block="",
             router="router.proj",
         ),
-        read_keys=gemma_keys,
-        read_fields=gemma_fields,
+        read_keys=Later("gemma_config", "gemma_keys"),
+        read_fields=Later("gemma_config", "gemma_fields"),
     ),
     "Phi3ForCausalLM": Architecture(
         "phi3",
@@ -527,8 +563,8 @@ ARCHITECTURES = {
             shared="shared_mlp",
             shared_gate=None,
         ),
-        read_keys=granite_keys,
-        read_fields=granite_fields,
+        read_keys=Later("mamba_families", "granite_keys"),
+        read_fields=Later("mamba_families", "granite_fields"),
     ),
     "FalconH1ForCausalLM": Architecture(
         "falcon_h1",
@@ -545,7 +581,7 @@ ARCHITECTURES = {
             "mamba_conv_bias": True,
             "mamba_norm_before_gate": True,
         },
-        read_fields=falcon_fields,
+        read_fields=Later("mamba_families", "falcon_fields"),
     ),
     "BambaForCausalLM": Architecture(
         "bamba",
@@ -558,7 +594,7 @@ ARCHITECTURES = {
             "mamba_conv_bias": True,
             "partial_rotary_factor": 0.5,
         },
-        read_fields=bamba_fields,
+        read_fields=Later("mamba_families", "bamba_fields"),
     ),
     "NemotronHForCausalLM": Architecture(
         "nemotron_h",
@@ -590,15 +626,15 @@ ARCHITECTURES = {
             num_groups="n_group",
             top_groups="topk_group",
             latent_size="moe_latent_size",
-            dense_layers=nemotron_dense_layers,
+            dense_layers=Later("mamba_families", "nemotron_dense_layers"),
             block="mixer",
             gate=None,
             shared_size="moe_shared_expert_intermediate_size",
             shared="shared_experts",
             shared_gate=None,
         ),
-        read_keys=nemotron_keys,
-        read_fields=nemotron_fields,
+        read_keys=Later("mamba_families", "nemotron_keys"),
+        read_fields=Later("mamba_families", "nemotron_fields"),
     ),
     "Mamba2ForCausalLM": Architecture(
         "mamba2",
@@ -611,15 +647,15 @@ ARCHITECTURES = {
             "max_position_embeddings": 2**20,  # it has no limit
         },
         constants={"base_name": "backbone."},
-        read_keys=mamba2_keys,
-        read_fields=mamba2_fields,
+        read_keys=Later("mamba_families", "mamba2_keys"),
+        read_fields=Later("mamba_families", "mamba2_fields"),
     ),
 }
 ARCHITECTURES |= {
     "Qwen3NextForCausalLM": Architecture(
         "qwen3_next",
         honours=("attention_bias", "partial_rotary_factor", *_EXPERTS),
-        defaults=qwen_families.DEFAULTS
+        defaults=_DEFAULTS_OF_QWEN
         | {
             "num_key_value_heads": 2,
             "moe_intermediate_size": 512,
@@ -637,13 +673,13 @@ ARCHITECTURES |= {
     "Qwen3_5ForCausalLM": Architecture(
         "qwen3_5_text",
         honours=("attention_bias", "partial_rotary_factor"),
-        defaults=qwen_families.DEFAULTS | {"vocab_size": 248_320, "num_key_value_heads": 4},
+        defaults=_DEFAULTS_OF_QWEN | {"vocab_size": 248_320, "num_key_value_heads": 4},
         **_OF_QWEN,
     ),
     "Qwen3_5MoeForCausalLM": Architecture(
         "qwen3_5_moe_text",
         honours=("attention_bias", "partial_rotary_factor", *_EXPERTS),
-        defaults=qwen_families.DEFAULTS
+        defaults=_DEFAULTS_OF_QWEN
         | {
             "vocab_size": 248_320,
             "num_key_value_heads": 2,
@@ -664,9 +700,9 @@ ARCHITECTURES |= {
         qk_norm=True,
         norms=("operator_norm", None, "ffn_norm", None),
         names=_LFM_NAMES,
-        defaults=lfm_families.DEFAULTS | lfm_families.WIDTH_DEFAULTS,
-        read_keys=lfm_families.lfm2_keys,
-        read_fields=lfm_families.lfm2_fields,
+        defaults=_DEFAULTS_OF_LFM | _WIDTHS_OF_LFM,
+        read_keys=Later("lfm_families", "lfm2_keys"),
+        read_fields=Later("lfm_families", "lfm2_fields"),
     ),
     "Lfm2MoeForCausalLM": Architecture(
         "lfm2_moe",
@@ -674,7 +710,7 @@ ARCHITECTURES |= {
         qk_norm=True,
         norms=("operator_norm", None, "ffn_norm", None),
         names=_LFM_NAMES,
-        defaults=lfm_families.DEFAULTS
+        defaults=_DEFAULTS_OF_LFM
         | {
             "moe_intermediate_size": 1792,
             "num_dense_layers": 2,
@@ -693,8 +729,8 @@ ARCHITECTURES |= {
             up="w3",
             down="w2",
         ),
-        read_keys=lfm_families.lfm_keys,
-        read_fields=lfm_families.lfm2_fields,
+        read_keys=Later("lfm_families", "lfm_keys"),
+        read_fields=Later("lfm_families", "lfm2_fields"),
     ),
     "Lfm3ForCausalLM": Architecture(
         "lfm3",
@@ -703,18 +739,18 @@ ARCHITECTURES |= {
         qk_norm=True,
         norms=("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
         names=_LFM_NAMES._replace(q_norm="q_norm", k_norm="k_norm", o_proj="o_proj"),
-        defaults=lfm_families.LFM3_DEFAULTS,
+        defaults=_DEFAULTS_OF_LFM3,
         constants={"attention_gate": GATE_OF_HEADS},
-        read_keys=lfm_families.lfm3_keys,
-        read_fields=lfm_families.lfm3_fields,
+        read_keys=Later("lfm_families", "lfm3_keys"),
+        read_fields=Later("lfm_families", "lfm3_fields"),
     ),
 }
 
 _DEEPSEEK_V3 = Architecture(
     "deepseek_v3",
     honours=("attention_bias", "scoring_func", *_EXPERTS),
-    read_keys=latent_keys,
-    read_fields=latent_fields,
+    read_keys=Later("latent_config", "latent_keys"),
+    read_fields=Later("latent_config", "latent_fields"),
     defaults={
         "n_group": 8,
         "topk_group": 4,
@@ -728,7 +764,7 @@ _DEEPSEEK_V3 = Architecture(
         "moe_intermediate_size",
         shared_size="moe_intermediate_size",
         num_shared="n_shared_experts",
-        dense_layers=latent_dense_layers,
+        dense_layers=Later("latent_config", "latent_dense_layers"),
         scoring="sigmoid",
         correction="gate.e_score_correction_bias",
         scale="routed_scaling_factor",

@@ -20,7 +20,6 @@ import msgspec
 from ..errors import ModelLoadError
 from ..json_files import check_model_file, check_regular_file, read_json
 from .gguf import is_gguf, read_gguf
-from .gguf_weights import check_gguf_tensors
 from .quantization_config import MXFP4, CheckpointQuantization
 from .quantized_tensors import UNUSED, StoredPart, parts_of, shape_of_weight
 from .stacked_experts import MXFP4_GROUP, MXFP4_NUMBERS, MXFP4_SCALES, StackedPiece, stacked_pieces
@@ -117,6 +116,8 @@ def check_checkpoint(
     twice, for a wrong shape, for a type that cannot be read, and for a file that is unsound.
     """
     if is_gguf(directory):
+        from .gguf_weights import check_gguf_tensors
+
         found = check_gguf_tensors(read_gguf(directory), shapes)
         return {name: tensor.path for name, tensor in found.items()}
     expected = _expected_tensors(shapes, tied, quantization, num_experts)

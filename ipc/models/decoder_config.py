@@ -5,20 +5,23 @@ Must not know: tensors, layers, how any of it is computed, which architectures t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
 
 from ..errors import ModelLoadError
 from .config_values import MOST_OF_A_SIZE, integer, malformed
 from .experts_config import ExpertsConfig
 from .forms import GENERATE, Head, decoder_head, form_of, score_tokens
-from .latent_config import LatentConfig
-from .mamba_config import MAMBA_KEYS
-from .mixers import MixerConfig
 from .pooling import STORED_POOLING
 from .quantization_config import parse_quantization
 from .rope_config import CONTEXT_KEYS, FULL, SLIDING, parse_ropes
 from .state_layout import StatePart, state_bytes
+
+if TYPE_CHECKING:
+    from .latent_config import LatentConfig
+    from .mixers import MixerConfig
 
 # Keys that do not change results: names, training, how transformers runs a model, its sampling
 # defaults (they come from generation_config.json), or settings of the engine's own configuration.
@@ -187,7 +190,6 @@ _READ = frozenset(
         "num_dense_layers",
         "tie_embedding",
         *CONTEXT_KEYS,
-        *MAMBA_KEYS,
     }
 )
 # Keys that would change the mathematics, with the values under which they do not. Other values are
@@ -271,8 +273,7 @@ _REQUIRED = (
 )
 
 
-@dataclass(frozen=True)
-class LayerConfig:
+class LayerConfig(msgspec.Struct, frozen=True):
     """What a layer of a decoder has. Attention and a recurrent mixer in one layer read the same
     input, and their results are added.
     """
@@ -288,16 +289,14 @@ class LayerConfig:
     intermediate_size: int = 0  # of its MLP; 0: the model's
 
 
-@dataclass(frozen=True)
-class PerLayerInputs:
+class PerLayerInputs(msgspec.Struct, frozen=True):
     """Of each token, inputs of the layers beside the residual stream (Gemma 3n and 4)."""
 
     size: int  # features for each layer
     vocab_size: int  # tokens that their table has
 
 
-@dataclass(frozen=True)
-class DecoderConfig:
+class DecoderConfig(msgspec.Struct, frozen=True):
     """Sizes are counts of features, heads, layers or tokens."""
 
     vocab_size: int
@@ -495,13 +494,18 @@ def _check_bidirectional(hf_config: dict[str, Any]) -> None:
 
 def unread_keys(hf_config: dict[str, Any]) -> list[str]:
     """Keys that Quire does not read and that could change results, sorted."""
-    known = _HARMLESS | _READ | _NEUTRAL.keys() | DecoderConfig.__dataclass_fields__.keys()
-    known |= {*_ACTIVATION_KEYS}
-    return sorted(
+    known = _HARMLESS | _READ | _NEUTRAL.keys()
+    known |= {*DecoderConfig.__struct_fields__, *_ACTIVATION_KEYS}
+    unread = {
         key
         for key in hf_config.keys() - known
         if not key.startswith("_") and not key.endswith(_HARMLESS_ENDINGS)
-    )
+    }
+    if unread:
+        from .mamba_config import MAMBA_KEYS
+
+        unread -= MAMBA_KEYS
+    return sorted(unread)
 
 
 def _size(hf_config: dict[str, Any], key: str, default: int | None = None) -> int:

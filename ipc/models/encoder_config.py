@@ -6,8 +6,9 @@ Must not know: tensors, layers, how any of it is computed, which architectures t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from ..errors import ModelLoadError
 from .config_values import integer, malformed
@@ -42,8 +43,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class EncoderConfig:
+class EncoderConfig(msgspec.Struct, frozen=True):
     """Sizes are counts of features, heads, layers or tokens."""
 
     vocab_size: int

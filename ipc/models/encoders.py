@@ -10,8 +10,10 @@ transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from ..errors import ModelLoadError
 from .config_values import malformed
@@ -22,8 +24,7 @@ from .rope_config import FULL, SLIDING, parse_rope_parameters
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-@dataclass(frozen=True)
-class EncoderNames:
+class EncoderNames(msgspec.Struct, frozen=True):
     """Names of tensors without `base` and without ".weight". "": the model has no such tensor."""
 
     base: str  # in front of all names but the head's
@@ -45,8 +46,7 @@ class EncoderNames:
 Parse = Callable[[dict[str, Any]], EncoderConfig]
 
 
-@dataclass(frozen=True)
-class EncoderArchitecture:
+class EncoderArchitecture(msgspec.Struct, frozen=True):
     """A text encoder's row. `is_gated`: the MLP is down(activation(first half) * second half).
     `is_pre_norm`: norms come before the blocks, and the first layer has none before attention
     (ModernBERT). Otherwise norms come after the blocks (BERT).
@@ -118,8 +118,7 @@ def _head(hf_config: dict[str, Any], hidden: int, *before: HeadLayer, last: str)
     return (*before, HeadLayer(last, hidden, num_labels))
 
 
-@dataclass(frozen=True)
-class _WithPositions:
+class _WithPositions(msgspec.Struct, frozen=True):
     """How a family with a table of positions reads its config.json.
 
     `dense` and `last` are names of a classifier's layers. `renamed` maps our keys to the family's.
@@ -132,7 +131,7 @@ class _WithPositions:
     dense: str
     last: str = "classifier"
     dense_activation: str = "tanh"
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = {}
     types: int | None = None
     offset: int | None = 0
     has_bias_table: bool = False
@@ -402,8 +401,7 @@ ENCODERS = {
 }
 
 
-@dataclass(frozen=True)
-class FallbackEncoder:
+class FallbackEncoder(msgspec.Struct, frozen=True):
     """A type of encoder in transformers' code. `has_types`: tokens have types, and those of the
     second text of a pair have type 1. `counts_behind_padding`: positions are counted after the
     padding token's, as in RoBERTa.
@@ -427,9 +425,8 @@ FALLBACK_ENCODERS = {
 }
 
 
-@dataclass(frozen=True)
-class FallbackEncoderConfig(EncoderConfig):
-    hf_config: Mapping[str, Any] = field(default_factory=dict)  # what transformers reads
+class FallbackEncoderConfig(EncoderConfig, frozen=True):
+    hf_config: Mapping[str, Any] = {}  # what transformers reads
 
 
 def is_fallback_encoder(hf_config: Mapping[str, Any]) -> bool:

@@ -6,8 +6,9 @@ Must not know: tensors' values, layers, how any of it is computed, which archite
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from .config_values import integer, malformed
 
@@ -17,8 +18,7 @@ _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LEAST_SCALE, _MOST_SCALE = 1e-6, 1e6
 
 
-@dataclass(frozen=True)
-class ExpertsConfig:
+class ExpertsConfig(msgspec.Struct, frozen=True):
     """Sizes are counts of experts or features."""
 
     count: int
@@ -36,8 +36,7 @@ class ExpertsConfig:
     latent_size: int = 0  # of what experts read and return; 0: the model's hidden_size
 
 
-@dataclass(frozen=True)
-class ExpertsFormat:
+class ExpertsFormat(msgspec.Struct, frozen=True):
     """How an architecture writes its experts: keys of config.json, names of tensors.
 
     `size`: the key of an expert's inner size. `renormalizes`: None follows norm_topk_prob.

@@ -8,8 +8,9 @@ tables with the installed transformers and runs a model of each type.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from ..errors import ModelLoadError
 from .architectures import ARCHITECTURES, NATIVE, find_architecture
@@ -32,8 +33,7 @@ _GPT2 = {
 _JETMOE = {"head_dim": "kv_channels", "num_key_value_heads": "num_attention_heads"}
 
 
-@dataclass(frozen=True)
-class Fallback:
+class Fallback(msgspec.Struct, frozen=True):
     """How a model type's config.json is read where it differs from most.
 
     keys: names of config.json for ours. head_dim, kv_heads: where config.json does not say; None:
@@ -43,7 +43,7 @@ class Fallback:
     architecture: str
     head_dim: int | None = None
     kv_heads: int | None = None
-    keys: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = {}
 
 
 FALLBACKS = {
@@ -133,9 +133,8 @@ WINDOW_IN_ALL_LAYERS = {"ministral3", "mistral", "mixtral", "phi3", "phimoe", "s
 WITH_CONV1D = ("gpt-sw3", "gpt2")  # transposed linear layers, in the words of transformers
 
 
-@dataclass(frozen=True)
-class FallbackConfig(DecoderConfig):
-    hf_config: Mapping[str, Any] = field(default_factory=dict)  # what transformers reads
+class FallbackConfig(DecoderConfig, frozen=True):
+    hf_config: Mapping[str, Any] = {}  # what transformers reads
 
 
 def choose_implementation(

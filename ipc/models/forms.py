@@ -11,8 +11,9 @@ forms EMBED, GENERATE and CLASSIFY.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from .config_values import integer, malformed
 
@@ -72,8 +73,7 @@ def label_names(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(map(str, labels))
 
 
-@dataclass(frozen=True)
-class HeadLayer:
+class HeadLayer(msgspec.Struct, frozen=True):
     """activation(x W^T + b), or activation(layer_norm(x)). `name`: of its tensors."""
 
     name: str

@@ -6,8 +6,9 @@ Must not know: tensors, how any of it is computed.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ..errors import ModelLoadError
 from .config_values import MOST_OF_A_SIZE, integer, malformed

@@ -77,6 +77,38 @@ _OTHER_BLOCKS = {
     "Q2_0": "; blocks of 128 numbers, as in the first files of Ternary Bonsai, are not supported"
 }
 BLOCK_SIZES = {name: (elements, size) for name, elements, size in _TYPES.values()}
+# kernels/reference/gguf_blocks.py dequantizes these types.
+READABLE_TYPES = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K"),
+    *("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0"),
+    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "NVFP4"),
+)
+VECTOR_TYPES = READABLE_TYPES[:3]  # of norms and biases
+# Native kernels multiply these types. Blocks of a type without kernels are packed again at load, to
+# the type in memory that MEMORY_TYPES gives (kernels/reference/gguf_repack.py). Numbers of 16 and
+# 32 bits become numbers of the model's dtype. tests/ipc/models/test_gguf_weights.py compares the
+# tables with the kernels.
+_WITH_KERNELS = (
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4"),
+    *("Q4_K", "Q5_K", "Q6_K"),
+)
+MEMORY_TYPES = {type: type for type in _WITH_KERNELS} | {
+    "Q2_K": "Q8_0",
+    "Q3_K": "Q6_K",
+    "IQ4_XS": "Q8_0",
+    "TQ1_0": "Q4_0",
+    "TQ2_0": "Q4_0",
+    "Q1_0": "Q4_0",
+    "Q2_0": "Q4_0",
+    "IQ2_XXS": "Q8_0",
+    "IQ2_XS": "Q8_0",
+    "IQ2_S": "Q8_0",
+    "IQ3_XXS": "Q8_0",
+    "IQ3_S": "Q6_K",
+    "IQ1_S": "Q6_K",
+    "IQ1_M": "Q6_K",
+    "NVFP4": "Q8_0",
+}
 
 # maps the number of a metadata type to struct's letter
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}

@@ -8,8 +8,9 @@ the names with those of the gguf package.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from .encoders import ENCODERS
 from .gguf import GGUFTensor
@@ -119,8 +120,7 @@ _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per
 _LOCAL_EXPERTS = _EXPERTS | {"expert_count": "num_local_experts"}
 
 
-@dataclass(frozen=True)
-class GGUFArchitecture:
+class GGUFArchitecture(msgspec.Struct, frozen=True):
     """An architecture of GGUF files. `names` has the names that differ from most models' (None:
     there is no such tensor). `keys` maps keys of the metadata, without the architecture's name, to
     keys of config.json. `constants` are values of config.json that are known without a key; the
@@ -143,17 +143,17 @@ class GGUFArchitecture:
 
     architecture: str
     model_type: str
-    names: Mapping[str, str | None] = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict)
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    presence: Mapping[str, str] = field(default_factory=dict)
-    sizes: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str | None] = {}
+    keys: Mapping[str, str] = {}
+    constants: Mapping[str, Any] = {}
+    presence: Mapping[str, str] = {}
+    sizes: Mapping[str, str] = {}
     windows: int = 0
     is_permuted: bool = False
     norm_offset: float = 0.0
     mixer_norm: str | None = None
-    whole: Mapping[str, str] = field(default_factory=lambda: _WHOLE_MODEL)
-    parts: Mapping[str, str] = field(default_factory=lambda: _LAYER)
+    whole: Mapping[str, str] = msgspec.field(default_factory=lambda: _WHOLE_MODEL)
+    parts: Mapping[str, str] = msgspec.field(default_factory=lambda: _LAYER)
     layer: str = "model.layers.{}."
     is_encoder: bool = False
     read: Reader | None = None

@@ -11,53 +11,27 @@ from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
 from ..errors import ModelLoadError
-from .gguf import BLOCK_SIZES, GGUFFile, GGUFTensor
+from .gguf import (
+    BLOCK_SIZES,
+    MEMORY_TYPES,
+    READABLE_TYPES,
+    VECTOR_TYPES,
+    GGUFFile,
+    GGUFTensor,
+)
 from .gguf_architectures import (
     GGUF_ARCHITECTURES,
     REFUSED_ARCHITECTURES,
     GGUFArchitecture,
 )
 from .gguf_hybrids import DRAFT_LAYERS
+from .quantized_tensors import layer_of
 from .stacked_experts import stacked_pieces
 
 ARCHITECTURE_KEY = "general.architecture"
 _ROTATED = ("self_attn.q_proj", "self_attn.k_proj", "mixer.q_proj", "mixer.k_proj")
 
-# kernels/reference/gguf_blocks.py dequantizes these types.
-READABLE_TYPES = (
-    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K"),
-    *("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0"),
-    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "NVFP4"),
-)
-VECTOR_TYPES = READABLE_TYPES[:3]  # of norms and biases
-# Native kernels multiply these types. Blocks of a type without kernels are packed again at load, to
-# the type in memory that MEMORY_TYPES gives (kernels/reference/gguf_repack.py). Numbers of 16 and
-# 32 bits become numbers of the model's dtype. tests/ipc/models/test_gguf_weights.py compares the
-# tables with the kernels.
-_WITH_KERNELS = (
-    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4"),
-    *("Q4_K", "Q5_K", "Q6_K"),
-)
-MEMORY_TYPES = {type: type for type in _WITH_KERNELS} | {
-    "Q2_K": "Q8_0",
-    "Q3_K": "Q6_K",
-    "IQ4_XS": "Q8_0",
-    "TQ1_0": "Q4_0",
-    "TQ2_0": "Q4_0",
-    "Q1_0": "Q4_0",
-    "Q2_0": "Q4_0",
-    "IQ2_XXS": "Q8_0",
-    "IQ2_XS": "Q8_0",
-    "IQ2_S": "Q8_0",
-    "IQ3_XXS": "Q8_0",
-    "IQ3_S": "Q6_K",
-    "IQ1_S": "Q6_K",
-    "IQ1_M": "Q6_K",
-    "NVFP4": "Q8_0",
-}
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# these weights form one layer, whose blocks are kept if all of them can be
-_MERGED = re.compile(r"\b(?:(?:[qkv]|gate|up)_proj|(?:gate|up)_linear|w[13])\.weight$")
 _PART_OF_HEADS = re.compile(r"\b[kv]_b_proj\.weight$")
 _KEYS_OR_VALUES = re.compile(r"(.*\.self_attn\.)(?:[kv]_proj|k_norm)\.weight")
 _GATE_OR_UP = re.compile(r"\b(?:gate|up)_proj\b")
@@ -302,11 +276,6 @@ def weights_in_memory(tensors: Mapping[str, GGUFTensor], dtype: str, keeps_block
         for layer in layers.values()
         for tensor in layer
     )
-
-
-def layer_of(name: str) -> str:
-    """The name of the layer that a weight is merged into. Its blocks are kept if all can be."""
-    return _MERGED.sub(lambda found: "qkv" if found[0][0] in "qkv" else "gate_up", name)
 
 
 def _are_kept(tensors: Iterable[GGUFTensor]) -> bool:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from ..errors import ModelLoadError
 from .config_values import integer, malformed
@@ -20,8 +21,7 @@ NORM_EPS = 1e-6  # of both norms of latent vectors, whatever rms_norm_eps says
 MOST_OF_A_HEAD = 65_536
 
 
-@dataclass(frozen=True)
-class LatentConfig:
+class LatentConfig(msgspec.Struct, frozen=True):
     """Sizes are counts of features."""
 
     rank: int  # of the latent vector of a token's keys and values

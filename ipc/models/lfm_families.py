@@ -16,28 +16,6 @@ from .rope_config import FULL, SLIDING
 
 Keys = dict[str, Any]
 CONV = "conv"
-DEFAULTS: Keys = {
-    "num_key_value_heads": 8,
-    "norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "rope_theta": 1e6,
-    "conv_L_cache": 3,
-}
-# of LFM2 alone
-WIDTH_DEFAULTS: Keys = {
-    "block_auto_adjust_ff_dim": True,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_multiple_of": 256,
-}
-LFM3_DEFAULTS: Keys = DEFAULTS | {
-    "num_key_value_heads": 4,
-    "conv_L_cache": 7,
-    "sliding_window": 256,
-    "rope_parameters": {
-        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-        FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
-    },
-}
 
 
 def lfm_keys(hf_config: Keys) -> Keys:

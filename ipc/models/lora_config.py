@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
+
+import msgspec
 
 from ..errors import ModelLoadError
 
@@ -48,13 +49,12 @@ _PATTERN = re.compile(r"[\w.\-^$*+?\\\[\]()|]{1,200}")
 _MOST_REPEATS = 3
 
 
-@dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(msgspec.Struct, frozen=True):
     r: int
     lora_alpha: float
     use_rslora: bool = False
-    rank_pattern: dict[str, int] = field(default_factory=dict)
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    rank_pattern: dict[str, int] = {}
+    alpha_pattern: dict[str, float] = {}
     target_modules: tuple[str, ...] = ()  # empty: any that has tensors
     layers_to_transform: tuple[int, ...] | None = None
 

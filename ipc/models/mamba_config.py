@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from ..errors import ModelLoadError
 from .config_values import integer, malformed
@@ -23,8 +25,7 @@ _INFINITY = {"__float__": "Infinity"}  # as transformers 5 writes it
 ONES = (1.0,) * len(PARTS)
 
 
-@dataclass(frozen=True)
-class Mamba2Config:
+class Mamba2Config(msgspec.Struct, frozen=True):
     """Sizes are counts of heads, groups, features or tokens."""
 
     num_heads: int
@@ -100,8 +101,7 @@ class Mamba2Config:
         return replace(self, num_heads=heads, num_groups=groups)
 
 
-@dataclass(frozen=True)
-class Mamba2Format:
+class Mamba2Format(msgspec.Struct, frozen=True):
     """The keys of config.json that an architecture has for its mixers. None: it has no such key.
 
     `inner_size`: of the heads together, for a head_dim that is "auto". `expand`: the same divided
@@ -127,7 +127,7 @@ class Mamba2Format:
 
     def keys(self) -> frozenset[str]:
         """All keys that this architecture's mixers have."""
-        names = (getattr(self, name) for name in self.__dataclass_fields__)
+        names = (getattr(self, name) for name in self.__struct_fields__)
         return frozenset(name for name in names if name is not None)
 
     def parse(self, hf_config: dict[str, Any]) -> Mamba2Config:

@@ -8,8 +8,10 @@ executor/models/recurrent.py builds the layers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Protocol
+
+import msgspec
+from msgspec.structs import replace
 
 from .state_layout import StatePart
 
@@ -17,7 +19,7 @@ Shapes = Iterator[tuple[str, list[int]]]  # of tensors, by their name within the
 
 
 class MixerConfig(Protocol):
-    """A frozen dataclass. Sizes are counts of heads, features or tokens."""
+    """A frozen struct. Sizes are counts of heads, features or tokens."""
 
     @property
     def state_parts(self) -> tuple[StatePart, ...]:
@@ -49,8 +51,7 @@ class MixerConfig(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class GatedDeltaNetConfig:
+class GatedDeltaNetConfig(msgspec.Struct, frozen=True):
     """A layer with Gated DeltaNet (Yang et al. 2024), as in Qwen3-Next and Qwen3.5."""
 
     num_key_heads: int
@@ -128,8 +129,7 @@ class GatedDeltaNetConfig:
         )
 
 
-@dataclass(frozen=True)
-class ShortConvConfig:
+class ShortConvConfig(msgspec.Struct, frozen=True):
     """A gated short convolution, as in LFM2."""
 
     size: int  # the channels: the model's hidden_size, or a rank's part of it

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from ..errors import ModelLoadError
 
@@ -26,8 +28,7 @@ AUTO_ROUND_PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "a
 _ACTIVATIONS = ("dynamic", "static")
 
 
-@dataclass(frozen=True)
-class WeightFormat:
+class WeightFormat(msgspec.Struct, frozen=True):
     """How the weight of a linear layer is stored: weight = scale * (number - zero)."""
 
     # awq, gptq: int32 words of several inputs' numbers; packed: words of one output's numbers;
@@ -57,8 +58,7 @@ class WeightFormat:
         return f"{number} with a scale per {'row' if self.group_rows else 'tensor'}"
 
 
-@dataclass(frozen=True)
-class CheckpointQuantization:
+class CheckpointQuantization(msgspec.Struct, frozen=True):
     method: str
     # (whether a format applies to a layer, the format), in order
     formats: tuple[tuple[Callable[[str], bool], WeightFormat], ...]

@@ -6,11 +6,12 @@ Must not know: tensors' values, torch, files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
 from math import prod
 
+import msgspec
+
 from ..errors import ModelLoadError
-from .gguf_weights import layer_of
 from .quantization_config import MXFP4, CheckpointQuantization, WeightFormat
 
 FLOATS = ("F32", "F16", "BF16")
@@ -33,9 +34,11 @@ INT8_TYPE = "Q8_0"
 # type -> columns and bytes of a block; native kernels multiply all of them
 BLOCKS = {"INT4_128": (128, 68), "INT4_32": (32, 20), "Q8_0": (32, 34), "MXFP4": (32, 17)}
 
+# these weights form one layer, whose blocks are kept if all of them can be
+_MERGED = re.compile(r"\b(?:(?:[qkv]|gate|up)_proj|(?:gate|up)_linear|w[13])\.weight$")
 
-@dataclass(frozen=True)
-class StoredPart:
+
+class StoredPart(msgspec.Struct, frozen=True):
     """A tensor of a checkpoint: the types and shapes that it may have."""
 
     weight: str  # the model's name
@@ -174,3 +177,8 @@ def saved_bytes(
         for layer in layers.values()
         if None not in layer
     )
+
+
+def layer_of(name: str) -> str:
+    """The name of the layer that a weight is merged into. Its blocks are kept if all can be."""
+    return _MERGED.sub(lambda found: "qkv" if found[0][0] in "qkv" else "gate_up", name)

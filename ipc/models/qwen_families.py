@@ -23,16 +23,6 @@ MOST_TAPS = 64  # of a convolution
 MOST_OF_A_MIXER = 65_536  # of heads and of features of a head
 # of images, whose positions have three parts; those of a text are alike
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
-DEFAULTS: Keys = {
-    "full_attention_interval": 4,
-    "partial_rotary_factor": 0.25,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "tie_word_embeddings": False,
-}
 
 
 def qwen_keys(hf_config: Keys) -> Keys:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from quire import LLMEngine, SamplingParams
 from quire.executor.models.experts import MixtureOfExperts
 from quire.kernels.cpu.native.calls import ALL_TOKENS, CallList, Op, Step

@@ -57,7 +57,7 @@ def test_random_weights_wake_up_as_they_were(tiny, tmp_path):
 # In a process of its own, whose memory nothing else changes.
 SLEEP_AND_WAKE_UP = """
 import json, sys
-from quire.executor.device import resident_bytes
+from quire.ipc.machine import resident_bytes
 from quire.tests.executor.driver import start_executor
 
 executor = start_executor(sys.argv[1], load_format="dummy", kv_cache_memory_bytes=128 * 2**20)

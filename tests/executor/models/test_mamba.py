@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from quire.executor.models.layers import LayerFactory
 from quire.executor.models.mamba import Mamba2Mixer
 from quire.ipc.models.mamba_config import Mamba2Config

@@ -5,10 +5,10 @@ of transformers 5.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.models.architectures import ARCHITECTURES
 from quire.ipc.models.decoder_config import DecoderConfig, LayerConfig, unread_keys

@@ -175,16 +175,7 @@ class StepTimer:
         return seconds
 
     def _free(self, batch: int) -> None:
-        self._executor.execute_model(
-            SchedulerOutput(
-                step=0,
-                slots=[],
-                num_scheduled_tokens=[],
-                num_computed_tokens=[],
-                new_block_ids=[],
-                freed_slots=list(range(batch)),
-            )
-        )
+        self._executor.execute_model(SchedulerOutput(step=0, freed_slots=list(range(batch))))
 
 
 def run(job: Job) -> Result:

@@ -40,25 +40,25 @@ class SchedulerOutput(Message, frozen=True):
 
     The runner moves blocks: first out, then in, then copies. Then it copies states from place to
     place, in the order of `state_copies`, and no write of this step comes before. It applies
-    `freed_slots`, then
-    `new_requests`, and appends `new_block_ids[i]` to the block tables of slots[i]. Then it computes
-    tokens [num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i]) of each. A row
-    that computes its last known token is sampled, and the runner appends the sampled token to the
-    slot's tokens. With `num_lookahead_tokens`, row i then decodes that many more tokens, one after
-    the other; its blocks have room for them. A runner that drafts computes at most as many more, in
-    at most `num_passes` passes of the model, and ModelRunnerOutput.num_ahead tells how many.
+    `freed_slots`, then `new_requests`, and appends `new_block_ids[i]` to the block tables of
+    slots[i]. Then it computes tokens [num_computed_tokens[i], num_computed_tokens[i] +
+    num_scheduled_tokens[i]) of each. A row that computes its last known token is sampled, and the
+    runner appends the sampled token to the slot's tokens. With `num_lookahead_tokens`, row i then
+    decodes that many more tokens, one after the other; its blocks have room for them. A runner that
+    drafts computes at most as many more, in at most `num_passes` passes of the model, and
+    ModelRunnerOutput.num_ahead tells how many.
 
     A step may be submitted before the previous one has run. Rows of a slot that failed or ended in
     the previous step are computed, and their samples are ignored.
     """
 
     step: int
-    slots: list[int]
-    num_scheduled_tokens: list[int]
-    num_computed_tokens: list[int]  # before this step
+    slots: list[int] = []
+    num_scheduled_tokens: list[int] = []
+    num_computed_tokens: list[int] = []  # before this step
     # A new request's row holds its whole block table. With several groups of layers: the blocks of
     # the first group, then equally many of the next, and so on.
-    new_block_ids: list[list[int]]
+    new_block_ids: list[list[int]] = []
     new_requests: list[NewRequestData] = []
     freed_slots: list[int] = []  # finished, aborted or preempted since the last step
     num_lookahead_tokens: list[int] = []  # parallel with slots, or empty for none

@@ -100,10 +100,6 @@ def begin_step(
     num_passes = choose_num_passes(state)
     output = SchedulerOutput(
         step=state.num_steps,
-        slots=[],
-        num_scheduled_tokens=[],
-        num_computed_tokens=[],
-        new_block_ids=[],
         freed_slots=freed_slots,
         blocks_to_swap_out=swap_out,
         state_copies=state_copies,

@@ -44,10 +44,7 @@ class Bursts:
         return (self._batch.num_tokens[slots] - 1).tolist() == scheduler_output.num_computed_tokens
 
     def run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Gives the same result as consecutive steps.
-
-        A row whose logits are not finite keeps the tokens before.
-        """
+        """Gives the same result as consecutive steps."""
         count = 1 + scheduler_output.num_lookahead_tokens[0]
         inputs = self.make_inputs.for_burst(scheduler_output, count)
         slots = inputs.slots
@@ -61,16 +58,25 @@ class Bursts:
             inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices, count, draw
         )
         by_row = tokens.numpy().T
-        if torch.all(is_finite):
-            self._batch.append_runs(slots, by_row)
-            return ModelRunnerOutput([count] * len(slots), by_row.ravel().tolist())
-        num_good = np.logical_and.accumulate(is_finite.numpy()).sum(axis=0).tolist()
+        if not torch.all(is_finite):
+            return self._end_at_not_finite(slots, by_row, is_finite.numpy())
+        self._batch.append_runs(slots, by_row)
+        return ModelRunnerOutput([count] * len(slots), by_row.ravel().tolist())
+
+    def _end_at_not_finite(
+        self, slots: np.ndarray, by_row: np.ndarray, is_finite: np.ndarray
+    ) -> ModelRunnerOutput:
+        """A row whose logits are not finite keeps the tokens before these.
+
+        by_row [R, count]: the tokens of `slots`. is_finite [count, R].
+        """
+        num_good = np.logical_and.accumulate(is_finite).sum(axis=0).tolist()
         for slot, row, num_tokens in zip(slots, by_row, num_good):
             self._batch.append_runs(np.array([slot]), row[None, :num_tokens])
         errors: dict[int, RowError] = {
             slot: NOT_FINITE
             for slot, num_tokens in zip(slots.tolist(), num_good)
-            if num_tokens < count
+            if num_tokens < len(is_finite)
         }
         return ModelRunnerOutput(
             num_good,

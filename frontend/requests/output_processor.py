@@ -185,9 +185,7 @@ class OutputProcessor:
                     continue
                 # number of the row's tokens already received; negative if tokens are missing
                 num_known = len(completion.token_ids) - first_index
-                new_token_ids = outputs.token_ids[
-                    start + num_known if num_known > 0 else start : end
-                ]
+                new_token_ids = outputs.token_ids[start + max(0, num_known) : end]
                 if num_known < 0 or (new_token_ids and state.num_missing_prompt_logprobs):
                     num_used = self._end_at_gap(state, completion, num_known)
                 else:

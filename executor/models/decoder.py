@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -37,7 +37,9 @@ from .gemma import (
 from .latent import LatentAttention
 from .layers import Embedding, LayerFactory, Linear, RMSNorm, Weights
 from .linear import GatheredHead
-from .recurrent import MIXERS, Mixer
+
+if TYPE_CHECKING:
+    from .recurrent import Mixer
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -160,6 +162,8 @@ def make_layer(
     own, mixer, inputs = config.layer(index), None, None
     attention = make_attention(index) if own.has_attention else None
     if own.mixer is not None:
+        from .recurrent import MIXERS  # which also imports what only models with a mixer need
+
         mixer = MIXERS[type(own.mixer)](make, config.hidden_size, own.mixer)
     mlp = make_mlp(index) if own.has_mlp else None
     if layer_inputs is not None:

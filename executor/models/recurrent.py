@@ -12,19 +12,15 @@ import torch
 
 from ...ipc.models.mamba_config import Mamba2Config
 from ...ipc.models.mixers import GatedDeltaNetConfig, ShortConvConfig
-from ...ipc.models.state_layout import StatePart
 from ...kernels.ops import AttentionMetadata
+from ..model import StateLayer
 from ..weights.table import RowOrder, kept_part
 from .layers import LayerFactory, Weights
 from .mamba import Mamba2Mixer
 
 
-class Mixer(Protocol):
-    """A block of a layer that keeps a state of each request (executor/model.py: StateLayer)."""
-
-    state_parts: tuple[StatePart, ...]
-
-    def bind_states(self, parts: Sequence[torch.Tensor]) -> None: ...
+class Mixer(StateLayer, Protocol):
+    """A block of a layer that keeps a state of each request."""
 
     def __call__(
         self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata

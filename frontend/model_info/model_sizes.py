@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from ...ipc.models.architectures import (
     ARCHITECTURES,

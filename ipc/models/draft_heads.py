@@ -11,9 +11,10 @@ of Llama's kind.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from ..config import SchedulerConfig, resolved
 from ..errors import ModelLoadError

@@ -163,6 +163,13 @@ class Model(Protocol):
         """
         raise TypeError(f"{type(self).__name__} knows its layers")
 
+    def sections(self, num_rows: int) -> tuple[Model, Model] | None:
+        """The layers up to the last one that keeps something of a request, and the layers behind
+        it, whose `state` is the residual stream of at most `num_rows` rows. None: all layers belong
+        together.
+        """
+        return None
+
     def reserve_stream(self, num_tokens: int) -> None:
         """Allocates the residual stream of steps of at most `num_tokens`. Only a model that is
         divided into stages has this method and the next two.

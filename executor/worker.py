@@ -31,6 +31,7 @@ from ..ipc.params import StructuredOutputsParams
 from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.trace import RanksTrace, place_of_function
 from ..kernels.cpu.native.recorder import Limits
+from ..kernels.cpu.native.replay import Program
 from ..kernels.cpu.native.weights import early_memory
 from ..kernels.registry import OpTable
 from . import device as devices
@@ -49,6 +50,7 @@ from .plugins import load_plugins, naming_plugins
 from .pooling.dense import load_dense
 from .pooling.heads import PoolingHead
 from .pooling.pooler import Pooler
+from .program.narrowed import Sections, record_sections
 from .program.step_program import record_step
 from .runner.assembly import RunnerState, assemble, on_device
 from .runner.block_mover import BlockMover, caches_of, shortest_time
@@ -132,6 +134,7 @@ class Worker:
         self._num_blocks = self._cache_bytes = self._num_host_blocks = 0
         # the parts of the runner besides the model; each is None until there is a cache
         self._forward: Forward | None = None
+        self._sections: Sections | None = None
         self._mover: BlockMover | None = None
         # These belong to an engine that drafts. `_draft` is the model or head, if it drafts with
         # one, and is None while the weights sleep. `_lookup` drafts without a model. `_depth`
@@ -235,6 +238,7 @@ class Worker:
             pooler,
             self._states,
             self.group.stages.count > 1,
+            self._sections,
         )
 
     @property
@@ -372,6 +376,7 @@ class Worker:
         self._num_blocks, self._cache_bytes = num_blocks, num_blocks * self.block_bytes
         self.state.batch.use_cache(num_blocks)
         self._forward = self._make_forward()
+        self._sections = self._make_sections()
         self._mover = self._make_block_mover()
         self._assemble()
         # the first call of an operation may set things up, which must not delay a request; and a
@@ -392,23 +397,37 @@ class Worker:
         cache have moved, since programs and graphs hold their addresses.
         """
         config, stages = self.config, self.group.stages
-        max_num_seqs = config.scheduler_config.max_num_seqs
-        max_num_tokens = resolved(config.scheduler_config.max_num_batched_tokens)
         if stages.count > 1:
-            self.model.reserve_stream(max_num_tokens)
+            most = resolved(config.scheduler_config.max_num_batched_tokens)
+            self.model.reserve_stream(most)
         is_divided = not self.group.can_record or self.expert_group.size > 1
         if is_divided or (stages.count > 1 and self.device.type != "cpu"):
             logger.info("the model runs operation by operation: others have parts of its layers")
             return None
         num_groups = len(self.kv_cache_windows)
         if self.device.type == "cpu":
-            num_logits = max_num_logits(config.scheduler_config)
-            limits = Limits(max_num_tokens, max(max_num_seqs, num_logits), num_logits)
             all_agree = self.group.all_agree
-            return record_step(self.model, self.ops, limits, num_groups, all_agree)
+            return record_step(self.model, self.ops, self._limits, num_groups, all_agree)
         if config.device_config.enforce_eager:
             return None
         return self._make_graphs(CudaCapture())
+
+    def _make_sections(self) -> Sections | None:
+        """Makes what runs parts of the model, if its layers need not all compute the same rows.
+        Call it after _make_forward.
+        """
+        if not isinstance(self._forward, Program):
+            return None
+        num_groups, all_agree = len(self.kv_cache_windows), self.group.all_agree
+        return record_sections(self.model, self.ops, self._limits, num_groups, all_agree)
+
+    @property
+    def _limits(self) -> Limits:
+        """The largest step."""
+        scheduler_config = self.config.scheduler_config
+        num_logits = max_num_logits(scheduler_config)
+        num_requests = max(scheduler_config.max_num_seqs, num_logits)
+        return Limits(resolved(scheduler_config.max_num_batched_tokens), num_requests, num_logits)
 
     def _make_graphs(self, capture: Capture) -> GraphedStep:
         graphs = GraphedStep(
@@ -715,7 +734,7 @@ class Worker:
         """
         self._stop_tracer()
         # the runner holds the model and, by their addresses, weights and cache
-        self._runner = self._forward = None
+        self._runner = self._forward = self._sections = None
         if "kv_cache" in tags and "kv_cache" not in self.asleep:
             if self._model is not None:
                 release_caches(self._model.attention_layers())
@@ -771,6 +790,7 @@ class Worker:
         self.asleep.discard("weights")
         if not self.asleep:
             self._forward = self._make_forward()
+            self._sections = self._make_sections()
             self._mover = self._make_block_mover()
             self._assemble()
         if self.offload is not None:
@@ -789,6 +809,7 @@ class Worker:
             self.offload.close()
         self.expert_group.close()
         self._model = self._runner = self._state = self._forward = self._mover = None
+        self._sections = None
         self.tracer = self._stopped_tracer = self._draft = self._lookup = None
         if self.device.type != "cpu":  # another engine of this process may need the memory
             self._states = None

@@ -56,6 +56,17 @@ _OWN_PARTS = {
     "gemma3": _SANDWICH,
     "olmo2": _SANDWICH,
     "exaone4": _SANDWICH,
+    "gemma2": _SANDWICH,
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+        "mlp.gate_up_proj": "ffn_up",
+    },
+    "hunyuan-dense": {
+        "self_attn.query_layernorm": "attn_q_norm",
+        "self_attn.key_layernorm": "attn_k_norm",
+    },
+    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
 

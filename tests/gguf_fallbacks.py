@@ -33,7 +33,10 @@ ARCHITECTURES = {
     "mixtral": "llama",
     "gpt_oss": "gpt-oss",
     "glm": "chatglm",
+    "glm4_moe": "glm4moe",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "ernie4_5_moe": "ernie4_5-moe",
     "olmo": "olmo",
     "arcee": "arcee",
 }
@@ -58,7 +61,8 @@ def write_fallback_gguf(
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
     fused: dict[str, list[np.ndarray]] = {}
-    for name, parameter in model.named_parameters():
+    biases = [pair for pair in model.named_buffers() if pair[0].endswith("correction_bias")]
+    for name, parameter in [*model.named_parameters(), *biases]:
         parts = {name: parameter.data}
         if "experts.gate_up_proj" in name and config.model_type == "gpt_oss":
             rows = parameter.data if name.endswith("_bias") else parameter.data.transpose(1, 2)
@@ -71,7 +75,8 @@ def write_fallback_gguf(
             stem = name.removesuffix("gate_up_proj")
             parts = {f"{stem}gate_proj": gate, f"{stem}up_proj": up}
         for part, tensor in parts.items():
-            found = names.get_name(part.replace("_bias", ".bias"), (".weight", ".bias"))
+            stored = part.replace("_bias", ".bias").replace(".gate.moe_statics.", ".moe_statics.")
+            found = names.get_name(stored, (".weight", ".bias"))
             assert found is not None, part
             found += "" if found.endswith((".weight", ".bias")) else ".weight"
             shift = 1.0 if name.endswith("norm.weight") and config.model_type in SHIFTED else 0.0
@@ -130,6 +135,26 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_expert_used_count(config.num_experts_per_tok)
     if "moe_intermediate_size" in given:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "ernie4_5_moe":
+        writer.add_expert_count(config.moe_num_experts)
+        writer.add_expert_used_count(config.moe_k)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+    if config.model_type == "glm4_moe":
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.model_type == "hunyuan_v1_moe":
+        writer.add_expert_shared_count(1)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size)
     if config.model_type == "gpt_oss":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])

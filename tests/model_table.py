@@ -123,8 +123,13 @@ NOTES = {
     "glm4": ("GLM-4", "norms before and after each block, half of each head rotates"),
     "seed_oss": ("Seed-OSS", "biases"),
     "ernie4_5": ("ERNIE 4.5 (dense)", ""),
+    "ernie4_5_moe": ("ERNIE 4.5 with experts, text", "experts, and some that all tokens share"),
     "exaone4": ("EXAONE 4", "sliding window, norms after each block"),
     "hunyuan_v1_dense": ("Hunyuan (dense)", "norms on queries and keys after the rotation"),
+    "hunyuan_v1_moe": (
+        "Hunyuan-A13B",
+        "norms on queries and keys after the rotation; experts, and one that all tokens share",
+    ),
 }
 
 

@@ -68,7 +68,8 @@ KINDS = (
     *("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2", "gemma4_text"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-    *("glm4_moe", "seed_oss", "ernie4_5", "exaone4"),
+    *("glm4_moe", "seed_oss", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma2", "glm4"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe"),
 )
 _MAMBA = {
     "mamba_n_heads": 8,
@@ -234,6 +235,32 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     },
     "seed_oss": {"head_dim": 24, "pad_token_id": 0},
     "ernie4_5": {"head_dim": 16},
+    "ernie4_5_moe": {
+        "moe_num_experts": 6,
+        "moe_k": 3,
+        "moe_intermediate_size": 32,
+        "rms_norm_eps": 1e-5,
+        "pad_token_id": 0,
+    },
+    "hunyuan_v1_dense": {"head_dim": 24, "rms_norm_eps": 1e-5, "pad_token_id": 0},
+    "hunyuan_v1_moe": {
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 6,
+        "moe_topk": 2,
+        "pad_token_id": 0,
+    },
+    # caps that the tiny model's logits reach
+    "gemma2": {
+        "head_dim": 32,
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 12.0,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "glm4": {"head_dim": 32, "pad_token_id": 0},
     "exaone4": {"head_dim": 16, "sliding_window": 24, "sliding_window_pattern": 2},
     "deepseek_v2": {
         **LATENTS,
@@ -376,7 +403,7 @@ def randomize(model, seed: int) -> None:
                 parameter.copy_(1.0 + 0.2 * noise)
             elif name.endswith("linear_attn.A_log"):  # states last for tens of tokens
                 parameter.copy_(0.3 * noise - 3.0)
-            elif parameter.dim() == 1:
+            elif parameter.dim() == 1 or name.endswith("correction_bias"):
                 parameter.copy_(0.3 * noise)
             elif "embed" in name:
                 parameter.copy_(noise)

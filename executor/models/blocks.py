@@ -42,9 +42,10 @@ class Attention:
         value_norm: bool = False,
         names: TensorNames = PLAIN_NAMES,
         is_interleaved: bool = False,
+        norms_rotated: bool = False,
     ):
-        """`layer` is the index in the stack, and `ropes` come from make.ropes. For qk_norm_whole,
-        is_merged, has_sinks, value_norm, names and is_interleaved see ipc/models/architectures.py.
+        """`layer` is the index in the stack, and `ropes` come from make.ropes. For the options see
+        ipc/models/architectures.py.
         """
         own = config.layer(layer)
         # the numbers of heads that this rank has
@@ -53,16 +54,13 @@ class Attention:
         self.head_dim = own.head_dim
         q_rows, kv_rows = (n * own.head_dim for n in (config.num_attention_heads, own.num_kv_heads))
         self.gate = config.attention_gate
-        of_queries = 2 * q_rows if self.gate == GATE_OF_ELEMENTS else q_rows
-        shards = {"q_proj": of_queries, "k_proj": kv_rows, "v_proj": kv_rows}
         of_heads = {names.attention_gate: config.num_attention_heads}
-        is_by_head = self.gate == GATE_OF_HEADS
-        self.gate_proj = make.linear(config.hidden_size, of_heads) if is_by_head else None
-        if not own.has_values:
-            del shards["v_proj"]
+        has_gates = self.gate == GATE_OF_HEADS
+        self.gate_proj = make.linear(config.hidden_size, of_heads) if has_gates else None
         if is_merged:
             self.qkv_proj = self._merged_qkv(make, config, layer, qkv_bias)
         else:
+            shards = _rows_of_qkv(config, layer)
             self.qkv_proj = make.linear(config.hidden_size, shards, qkv_bias, unit=self.head_dim)
         self.o_proj = make.row_linear(names.o_proj, q_rows, config.hidden_size, o_bias)
         q_size, k_size = (q_rows, kv_rows) if qk_norm_whole else (self.head_dim, self.head_dim)
@@ -72,13 +70,15 @@ class Attention:
         self.sinks = make.parameter(self.num_heads, dtype=torch.float32) if has_sinks else None
         self.rope = ropes[layer]
         self.scale, self.sliding_window = config.attention_scale, config.sliding_windows[layer]
+        self.cap = config.attention_cap
         self.ops, self._qk_norm_whole = make.ops, qk_norm_whole
         # [num_blocks, block_size, num_kv_heads, head_dim], set by bind_cache
         self.key_cache: torch.Tensor | None = None
         self.value_cache: torch.Tensor | None = None
         self.kv_cache_group = 0  # the group of its block table
         self._heads = (self.num_heads, *[self.num_kv_heads] * (1 + own.has_values))
-        self._fused = self._can_fuse() and not (qk_norm_whole or is_interleaved)
+        self._fused = self._can_fuse() and not (qk_norm_whole or is_interleaved or norms_rotated)
+        self._norms_rotated = norms_rotated
         name = "rotary_embedding_interleaved" if is_interleaved else "rotary_embedding"
         self._rotation = getattr(make.ops, name)
         self._norms = (
@@ -162,8 +162,7 @@ class Attention:
                 *self._norms,
             )
         else:
-            query, key = self._normed(query, key)
-            self._rotate(positions, query, key)
+            query, key = self._normed_and_rotated(positions, query, key)
             ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slots)
         attended = ops.paged_attention(
             query,
@@ -172,11 +171,23 @@ class Attention:
             metadata,
             self.scale,
             self.sliding_window,
-            sinks=self.sinks,
+            self.cap,
+            self.sinks,
         )
         if gate is not None:
             attended = ops.multiply(attended, gate, "sigmoid")
         return self.o_proj(attended.view(num_tokens, self._q_rows))
+
+    def _normed_and_rotated(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """query [T, heads, head_dim] and key [T, kv_heads, head_dim], of which both may change."""
+        if self._norms_rotated:
+            self._rotate(positions, query, key)
+            return self._normed(query, key)
+        query, key = self._normed(query, key)
+        self._rotate(positions, query, key)
+        return query, key
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """query [T, heads, head_dim] and key [T, kv_heads, head_dim], after their norms if any."""
@@ -206,6 +217,16 @@ class Attention:
             yield f"{prefix}sinks", self.sinks
 
 
+def _rows_of_qkv(config: DecoderConfig, layer: int) -> dict[str, int]:
+    """The rows of the projections to queries, keys and values, by name."""
+    own = config.layer(layer)
+    q_rows, kv_rows = (n * own.head_dim for n in (config.num_attention_heads, own.num_kv_heads))
+    if config.attention_gate == GATE_OF_ELEMENTS:
+        q_rows *= 2
+    rows = {"q_proj": q_rows, "k_proj": kv_rows}
+    return rows | {"v_proj": kv_rows} if own.has_values else rows
+
+
 class BidirectionalAttention(Attention):
     """Attention over all tokens of a text, in both directions and without a cache. A window reaches
     half as far to each side.
@@ -218,8 +239,7 @@ class BidirectionalAttention(Attention):
         query, key, value = (
             self.qkv_proj(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
         )
-        query, key = self._normed(query, key)
-        self._rotate(positions, query, key)
+        query, key = self._normed_and_rotated(positions, query, key)
         attended = self.ops.encoder_attention(
             query, key, value, metadata, self.scale, self.sliding_window // 2
         )

@@ -37,6 +37,7 @@ from .gemma import (
 from .latent import LatentAttention
 from .layers import Embedding, LayerFactory, Linear, RMSNorm, Weights
 from .linear import GatheredHead
+from .sections import FirstSection, LastSection
 
 if TYPE_CHECKING:
     from .recurrent import Mixer
@@ -200,7 +201,7 @@ class BlocksOfRow:
             name: True
             for name in (
                 *("qk_norm_whole", "is_merged", "has_sinks"),
-                *("is_interleaved", "value_norm"),
+                *("is_interleaved", "value_norm", "norms_rotated"),
             )
             if getattr(row, name)
         }
@@ -270,7 +271,7 @@ class Decoder(Model):
         parts = make_attention, make_mlp, norms, names, self.layer_inputs, has_layer_scalars
         self.layers = [make_layer(make, config, index, *parts) for index in self.layer_range]
         # the residual stream of a stage after the first one, [tokens, hidden_size]
-        self.state, self._device = torch.empty(0), make.device
+        self.state, self.device = torch.empty(0), make.device
         self.norm: RMSNorm | None = None
         if self.stages.is_last:
             self.norm = make.norm(names.final_norm, config.hidden_size, config)
@@ -312,17 +313,41 @@ class Decoder(Model):
         A stage before the last one returns what send_stream takes. Call receive_stream first.
         """
         if self.stages.is_first:
-            assert self.embed_tokens is not None
-            residual = self.embed_tokens(token_ids)
-            if self.embedding_scale != 1.0:
-                self.ops.scale(residual, self.embedding_scale)
-            if self.layer_inputs is not None:
-                self.layer_inputs.begin(token_ids, residual)
+            residual = self.begin(token_ids)
         else:
             residual = self.state[: len(token_ids)]
-        norm = self.layers[0].blocks[0].before
+        return self.compute_layers(0, len(self.layers), residual, positions, metadata)
+
+    def begin(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids [T] -> the residual stream before the first layer [T, hidden_size]. Computes
+        the inputs of layers.
+        """
+        assert self.embed_tokens is not None
+        residual = self.embed_tokens(token_ids)
+        if self.embedding_scale != 1.0:
+            self.ops.scale(residual, self.embedding_scale)
+        if self.layer_inputs is not None:
+            self.layer_inputs.begin(token_ids, residual)
+        return residual
+
+    def compute_layers(
+        self,
+        first: int,
+        end: int,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Adds the results of layers [first, end), counted from this stage's first one, to the
+        residual stream [T, hidden_size] in place. Returns the stream or, after the last layer, the
+        hidden states, normed.
+        """
+        norm = self.layers[first].blocks[0].before
         x = block = residual if norm is None else norm(residual)
-        for i, (layer, following) in enumerate(zip(self.layers, self._following)):
+        for i in range(first, end):
+            layer, following = self.layers[i], self._following[i]
+            if i == end - 1 < len(self.layers) - 1:
+                following = [*following[:-1], None]  # what follows is not computed
             if self.taps is not None:
                 self.taps(i, residual)
             for part, before in zip(layer.blocks, following):
@@ -333,13 +358,20 @@ class Decoder(Model):
             return block  # the stream is in `state`; a program's result is that of a kernel
         return x
 
+    def sections(self, num_rows: int) -> tuple[Model, Model] | None:
+        """See Model."""
+        first, end = self.config.first_sharing, len(self.layers)
+        if self.stages.count > 1 or first == end:
+            return None
+        return FirstSection(self, 0, first), LastSection(self, first, end, num_rows)
+
     def reserve_stream(self, num_tokens: int) -> None:
         """Allocates the residual stream of steps of at most `num_tokens`. Call it before a step is
         recorded: a program holds the address.
         """
         if not self.stages.is_first:
             shape = num_tokens, self.config.hidden_size
-            self.state = torch.zeros(shape, dtype=self.dtype, device=self._device)
+            self.state = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def receive_stream(self, num_tokens: int) -> None:
         """Waits for the residual stream [num_tokens, hidden_size] of the stage before."""

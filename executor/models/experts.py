@@ -149,7 +149,8 @@ class MixtureOfExperts:
         names = self.config.names
         yield from self.router.weights(prefix)
         if self.correction is not None:
-            yield f"{prefix}{names.correction}", self.correction
+            shape = names.correction_shape(self.config)
+            yield f"{prefix}{names.correction}", self.correction.view(shape)
         for latent in (self.latent_in, self.latent_out):
             if latent is not None:
                 yield from latent.weights(prefix)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from ..device import CopyToHost
 from ..input_batch import InputBatch
 from ..model import Forward, Model, Taps
 from ..pooling.pooler import Pooler
+from ..program.narrowed import NarrowedForward, Sections
 from ..program.step_program import OpByOp, StagedForward, TappedForward
 from ..sampling.grammar import Grammars
 from ..sampling.prompt_logprobs import PromptScorer
@@ -85,16 +87,15 @@ def assemble(
     pooler: Pooler | None = None,
     states: StateMemory | None = None,
     is_divided: bool = False,
+    sections: Sections | None = None,
 ) -> ModelRunner:
     """forward: None: operation by operation. mover: None as long as there is no cache. states: of a
-    model that keeps any. is_divided: into stages.
+    model that keeps any. is_divided: into stages. sections: of a model that has any.
     """
     batch, forward = state.batch, forward or OpByOp(model, ops)
-    run_pass = forward
-    if model.taps is not None:
-        run_pass = TappedForward(model.taps, run_pass)
-    if is_divided:
-        run_pass = StagedForward(model, run_pass)
+    run_pass = _around(forward, model, is_divided)
+    if sections is not None and speculation is None:
+        run_pass = NarrowedForward(run_pass, sections, partial(_reads_all, batch))
     scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size, model.adapter_rows)
     special = SpecialRows(batch, Sampler(ops), state.grammars, scorer, pooler)
     apply = differences(batch, mover)
@@ -131,6 +132,18 @@ def assemble(
         apply=steps.apply,
         step=steps.step,
     )
+
+
+def _around(forward: Forward, model: Model, is_divided: bool) -> Forward:
+    """The passes of a model with taps, or of a stage."""
+    if model.taps is not None:
+        forward = TappedForward(model.taps, forward)
+    return StagedForward(model, forward) if is_divided else forward
+
+
+def _reads_all(batch: InputBatch) -> bool:
+    """Whether hidden states of tokens without logits are read."""
+    return bool(batch.pooling or batch.prompt_logprobs_slots)
 
 
 class _Steps(NamedTuple):

@@ -24,7 +24,8 @@ from ...kernels.cpu.native.calls import Op
 from ...kernels.cpu.native.library import library
 from ...kernels.cpu.native.replay import Program
 from ...kernels.cpu.native.timing import CallTimer, timed_calls
-from ..model import Forward
+from ..model import Forward, Model
+from ..program.narrowed import NarrowedForward
 from ..program.step_program import OpByOp, WrappedForward, record_origins
 from ..runner.cuda_graphs import GraphedStep
 from ..runner.model_runner import ModelRunner
@@ -84,7 +85,7 @@ class StepTracer:
         self._spans: list[tuple[str, float, float, str]] = []
         self._inputs: tuple[Any, ...] = ()
         # kept until the trace is taken: their calls are read then
-        self._program = runner.forward if isinstance(runner.forward, Program) else None
+        self._programs = _programs_of(runner)
         self._bursts = runner.bursts
         self._origins: dict[int, tuple[Site, str, str]] = {}  # by the address of a call
         self._counts = {i: one.counts for i, one in runner.model.routed_tokens().items()}
@@ -94,10 +95,10 @@ class StepTracer:
         self._attach(num_threads)
 
     def _attach(self, num_threads: int) -> None:
-        runner, program = self._runner, self._program
-        if program is not None:
-            self._find_origins(program)
-            program.set_timer(CallTimer(num_threads))
+        runner, timer = self._runner, CallTimer(num_threads)
+        for model, program in self._programs:
+            self._find_origins(model, program)
+            program.set_timer(timer)
         put = self.instruments
         put.attach(runner.model)
         plain, special, launched = runner.plain, runner.plain.special, runner.launched
@@ -134,7 +135,7 @@ class StepTracer:
         put.replace(around, "forward", op_by_op)
         return runner.run_pass
 
-    def _find_origins(self, program: Program) -> None:
+    def _find_origins(self, model: Model, program: Program) -> None:
         """Finds the module of each call of the program: it is recorded again, with instruments."""
 
         def around(site: Site, function: Callable, args: Any, kwargs: Any) -> Any:
@@ -149,7 +150,7 @@ class StepTracer:
         put.attach(runner.model)
         try:
             origins = record_origins(
-                runner.model,
+                model,
                 put.table(""),
                 program.limits,
                 runner.batch.num_groups,
@@ -158,14 +159,14 @@ class StepTracer:
         finally:
             put.detach()
         if len(origins) == len(program.calls):
-            self._origins = dict(zip(map(addressof, program.calls), origins))
+            self._origins |= zip(map(addressof, program.calls), origins)
 
     def stop(self) -> None:
         """Puts everything back; `take` still returns what was recorded."""
         self._num_left = 0
         self.instruments.detach()
-        if self._program is not None:
-            self._program.set_timer(None)
+        for _, program in self._programs:
+            program.set_timer(None)
 
     # ------------------------------------------------------------ while a step runs
 
@@ -181,8 +182,8 @@ class StepTracer:
         if self._is_on_gpu:
             torch.cuda.synchronize(self._device)
         end_s = time.monotonic()
-        program = self._program
-        runs = program.timer.take() if program is not None and program.timer is not None else []
+        timer = self._programs[0][1].timer if self._programs else None  # it is that of all
+        runs = [] if timer is None else timer.take()
         operations = self._operations
         if self._is_on_gpu:
             operations = [_on_host(one, origin, begin_s) for one in operations]
@@ -307,6 +308,17 @@ class StepTracer:
             call.threads,
             call.pass_number,
         )
+
+
+def _programs_of(runner: ModelRunner) -> list[tuple[Model, Program]]:
+    """The programs of a runner with what each was recorded from, first the one of all layers."""
+    if not isinstance(runner.forward, Program):
+        return []
+    found = [(runner.model, runner.forward)]
+    if isinstance(runner.run_pass, NarrowedForward):
+        sections = runner.run_pass.sections
+        found += zip(sections.models, (sections.first, sections.last))
+    return found
 
 
 def _nothing(site: Site) -> None:

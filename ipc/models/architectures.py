@@ -112,6 +112,7 @@ class Architecture(msgspec.Struct, frozen=True):
     has_sinks: bool = False  # of attention, one for each head
     is_merged: bool = False
     is_interleaved: bool = False  # rotary pairs are neighbours
+    norms_rotated: bool = False  # q and k are normed once they have rotated
     norms: LayerNorms = PRE_NORMS
     names: TensorNames = PLAIN_NAMES
     activation: str = "silu"
@@ -177,7 +178,7 @@ class Architecture(msgspec.Struct, frozen=True):
         own = config.attention_bias
         return (
             own if self.qkv_bias is None else self.qkv_bias,
-            own if self.o_bias is None else self.o_bias,
+            (own if self.o_bias is None else self.o_bias) or config.attention_out_bias,
         )
 
     def has_qk_norm(self, config: DecoderConfig) -> bool:
@@ -262,12 +263,6 @@ class Architecture(msgspec.Struct, frozen=True):
         yield from _linear(f"{block}.{names.down}", hidden, size, has_bias)
 
 
-def _one_switch_of_biases(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of ERNIE 4.5 with the two keys that other decoders have."""
-    use_bias = hf_config.get("use_bias")
-    return hf_config | {"attention_bias": use_bias, "mlp_bias": use_bias}
-
-
 def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Shapes:
     yield f"{name}.weight", [rows, columns]
     if has_bias:
@@ -317,6 +312,13 @@ _DEFAULTS_OF_QWEN: dict[str, Any] = {
     "linear_num_value_heads": 32,
     "tie_word_embeddings": False,
 }
+_DEFAULTS_OF_HUNYUAN: dict[str, Any] = {"rms_norm_eps": 1e-5, "use_qk_norm": True}
+_DEFAULTS_OF_ERNIE: dict[str, Any] = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+}
+_HUNYUAN_NAMES = TensorNames(q_norm="query_layernorm", k_norm="key_layernorm")
 _OF_QWEN: dict[str, Any] = {
     "default_head_dim": 256,
     "qk_norm": True,
@@ -848,7 +850,7 @@ ARCHITECTURES |= {
     ),
     "SeedOssForCausalLM": Architecture(
         "seed_oss",
-        honours=("attention_bias", "mlp_bias"),
+        honours=("attention_bias", "attention_out_bias", "mlp_bias"),
         default_head_dim=128,
         o_bias=False,
         defaults={"attention_bias": True, "num_key_value_heads": 8},
@@ -858,8 +860,99 @@ ARCHITECTURES |= {
         honours=("attention_bias", "mlp_bias"),
         default_head_dim=128,
         is_interleaved=True,
-        defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
-        read_keys=_one_switch_of_biases,
+        defaults=_DEFAULTS_OF_ERNIE | {"num_key_value_heads": 2},
+        read_keys=Later("ernie_families", "ernie_keys"),
+    ),
+    "Ernie4_5_MoeForCausalLM": Architecture(
+        "ernie4_5_moe",
+        honours=_EXPERTS,
+        is_interleaved=True,
+        defaults=_DEFAULTS_OF_ERNIE
+        | {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 1536,
+            "moe_k": 6,
+            "moe_num_experts": 64,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+        },
+        experts=ExpertsFormat(
+            "moe_intermediate_size",
+            renormalizes=True,
+            shared_size="moe_intermediate_size",
+            num_shared="moe_num_shared_experts",
+            dense_layers=Later("ernie_families", "ernie_dense_layers"),
+            correction="moe_statics.e_score_correction_bias",
+            has_correction_row=True,
+            shared="shared_experts",
+            shared_gate=None,
+        ),
+        read_keys=Later("ernie_families", "ernie_moe_keys"),
+    ),
+    "HunYuanDenseV1ForCausalLM": Architecture(
+        "hunyuan_v1_dense",
+        honours=("attention_bias", "use_qk_norm"),
+        qk_norm=None,
+        norms_rotated=True,
+        names=_HUNYUAN_NAMES,
+        defaults=_DEFAULTS_OF_HUNYUAN,
+        read_keys=Later("hunyuan_families", "hunyuan_keys"),
+    ),
+    "HunYuanMoEV1ForCausalLM": Architecture(
+        "hunyuan_v1_moe",
+        honours=("attention_bias", "use_qk_norm", *_EXPERTS),
+        qk_norm=None,
+        norms_rotated=True,
+        names=_HUNYUAN_NAMES,
+        defaults=_DEFAULTS_OF_HUNYUAN | {"num_experts": 1, "moe_topk": 1},
+        experts=ExpertsFormat(
+            renormalizes=True,
+            router="gate.wg",
+            shared_size="intermediate_size",
+            shared="shared_mlp",
+            shared_gate=None,
+        ),
+        read_keys=Later("hunyuan_families", "hunyuan_keys"),
+    ),
+    "Gemma2ForCausalLM": Architecture(
+        "gemma2",
+        honours=(
+            *("attention_bias", "layer_types", "query_pre_attn_scalar"),
+            *("attn_logit_softcapping", "final_logit_softcapping"),
+        ),
+        norms=SANDWICH_NORMS,
+        activation="gelu_tanh",
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 2,
+        },
+        constants={"norm_offset": 1.0, "fp32_norms": True},
+        scaled_embedding=True,
+        read_keys=Later("gemma_config", "gemma2_keys"),
+    ),
+    "Glm4ForCausalLM": Architecture(
+        "glm4",
+        honours=("attention_bias", "partial_rotary_factor"),
+        default_head_dim=128,
+        o_bias=False,
+        is_interleaved=True,
+        norms=(
+            *("input_layernorm", "post_self_attn_layernorm"),
+            *("post_attention_layernorm", "post_mlp_layernorm"),
+        ),
+        names=TensorNames(gate_up="gate_up_proj"),
+        defaults={
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1.5625e-07,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
     ),
     "Exaone4ForCausalLM": Architecture(
         "exaone4",

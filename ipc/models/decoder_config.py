@@ -161,6 +161,14 @@ _READ = frozenset(
         "rope_scaling",
         "rope_theta",
         "sliding_window",
+        "moe_k",
+        "moe_layer_end_index",
+        "moe_layer_interval",
+        "moe_layer_start_index",
+        "moe_num_experts",
+        "moe_num_shared_experts",
+        "moe_topk",
+        "num_shared_expert",
         "swiglu_alpha",
         "swiglu_limit",
         "attn_layer_indices",
@@ -234,6 +242,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_expert_bias": (True,),
     "use_sandwich_norm": (True,),
     "scoring_func": ("softmax",),
+    "moe_norm_min": (1e-12,),
+    "use_cla": (False,),
+    "use_mla": (False,),
 }
 # Keys that name the activation of the MLP; a model has one activation, under these names.
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
@@ -247,6 +258,11 @@ _MULTIPLIERS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "attention_multiplier": "attention_scale",
+}
+# Keys of caps of logits, which a model may have, if it honours them.
+_CAPS = {
+    "attn_logit_softcapping": "attention_cap",
+    "final_logit_softcapping": "logits_cap",
 }
 DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers'
 DEFAULT_NO_ROPE_INTERVAL = 4
@@ -325,6 +341,8 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     unrotated_layers: tuple[int, ...] = ()  # whose queries and keys do not rotate
     activation: str = "silu"  # of ACTIVATIONS
     attention_scale: float = 0.0  # factor of the attention's logits
+    attention_cap: float = 0.0  # c: logits x of attention become c * tanh(x / c); 0: they do not
+    attention_out_bias: bool = False  # of the output projection, whatever the row says
     attention_gate: str = ""  # GATE_OF_ELEMENTS or GATE_OF_HEADS; the gates pass a sigmoid
     embedding_scale: float = 1.0  # factor of the embedding's rows
     residual_scale: float = 1.0  # factor of what a block adds to the residual stream
@@ -385,6 +403,16 @@ class DecoderConfig(msgspec.Struct, frozen=True):
         return tuple(index for index, is_owner in enumerate(owns) if is_owner)
 
     @property
+    def first_sharing(self) -> int:
+        """The first of the last layers that all read keys and values of others. They keep nothing
+        of a request. The number of layers, if there are none.
+        """
+        first = self.num_hidden_layers
+        while first > 0 and self.layer(first - 1).kv_from is not None:
+            first -= 1
+        return first
+
+    @property
     def cache_windows(self) -> tuple[int, ...]:
         """The windows of cache_layers; 0: none."""
         windows = self.sliding_windows or (0,) * self.num_hidden_layers
@@ -436,6 +464,7 @@ def parse_decoder_config(
         rms_norm_eps=_epsilon(hf_config),
         tie_word_embeddings=_switch(hf_config, "tie_word_embeddings"),
         attention_bias=_switch(hf_config, "attention_bias"),
+        attention_out_bias=_switch(hf_config, "attention_out_bias"),
         mlp_bias=_switch(hf_config, "mlp_bias"),
         num_nextn_predict_layers=integer(FURTHER, hf_config.get(FURTHER) or 0, least=0),
         use_qk_norm=_switch(hf_config, "use_qk_norm"),
@@ -560,9 +589,9 @@ def _scales(hf_config: dict[str, Any], head_dim: int, honours: tuple[str, ...]) 
             scales[name] = _positive(hf_config, key)
     if "logits_scaling" in honours and hf_config.get("logits_scaling") is not None:
         scales["logits_scale"] = 1 / _positive(hf_config, "logits_scaling")
-    if "final_logit_softcapping" in honours:
-        if hf_config.get("final_logit_softcapping") is not None:
-            scales["logits_cap"] = _positive(hf_config, "final_logit_softcapping")
+    for key, name in _CAPS.items():
+        if key in honours and hf_config.get(key) is not None:
+            scales[name] = _positive(hf_config, key)
     if "query_pre_attn_scalar" in honours:
         scales["attention_scale"] = _positive(hf_config, "query_pre_attn_scalar") ** -0.5
     return scales

@@ -49,6 +49,7 @@ class ExpertsFormat(msgspec.Struct, frozen=True):
     multiplied by. `shared_gate` None: the result of the shared expert is added as it is.
 
     `scoring` and `correction`, the name of the bias, are those of route_experts (kernels/moe.py).
+    `has_correction_row`: the bias is stored as a matrix of one row.
     `scale`, `num_groups`, `top_groups` and `latent_size` are keys of the fields of ExpertsConfig.
     `grouped`: a key and the value with which experts have groups; None: they always have them.
     `dense_layers` reads these layers from config.json. `is_optional`: a number of 0 means that no
@@ -67,6 +68,7 @@ class ExpertsFormat(msgspec.Struct, frozen=True):
     is_beside_mlp: bool = False
     scoring: str = "softmax"
     correction: str | None = None
+    has_correction_row: bool = False
     scale: str | None = None
     num_groups: str | None = None
     top_groups: str | None = None
@@ -137,6 +139,10 @@ class ExpertsFormat(msgspec.Struct, frozen=True):
         """The name of a part of the block within the layer."""
         return f"{self.block}.{part}" if self.block else part
 
+    def correction_shape(self, config: ExpertsConfig) -> list[int]:
+        """The shape of the tensor `correction`."""
+        return [1, config.count] if self.has_correction_row else [config.count]
+
     def weight_shapes(
         self, config: ExpertsConfig, hidden_size: int
     ) -> Iterator[tuple[str, list[int]]]:
@@ -144,7 +150,7 @@ class ExpertsFormat(msgspec.Struct, frozen=True):
         biased, size, width = {self.router: config.count}, config.size, hidden_size
         yield self.name_of(f"{self.router}.weight"), [config.count, hidden_size]
         if self.correction is not None:
-            yield self.name_of(self.correction), [config.count]
+            yield self.name_of(self.correction), self.correction_shape(config)
         if config.latent_size:
             width = config.latent_size
             yield self.name_of(f"{self.latent_in}.weight"), [width, hidden_size]

@@ -17,11 +17,17 @@ from .rope_config import FULL, SLIDING
 
 # transformers' defaults, where config.json lacks the key
 _PATTERN, _GLOBAL_HEAD_DIM = 6, 512
+_GEMMA2_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 _OF_LAYER = ("head_dim", "num_key_value_heads")  # keys of an entry of per_layer_config
+
+
+def gemma2_keys(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of Gemma 2 with its caps of logits where keys are missing. Null is no cap."""
+    return _GEMMA2_CAPS | hf_config
 
 
 def gemma_keys(hf_config: dict[str, Any]) -> dict[str, Any]:

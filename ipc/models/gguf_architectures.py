@@ -14,7 +14,7 @@ import msgspec
 
 from .encoders import ENCODERS
 from .gguf import GGUFTensor
-from .gguf_families import deepseek2_config, gemma4_config
+from .gguf_families import deepseek2_config, gemma4_config, glm4_moe_config
 from .gguf_hybrids import (
     OF_GATED_DELTA_NET,
     OF_MAMBA,
@@ -69,6 +69,10 @@ _POST_NORMS = {
 _SANDWICH = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
 _WITHOUT_PRE_NORMS = _POST_NORMS | {"attn_norm": None, "ffn_norm": None}
 _WITHOUT_ENDING = ("ssm_a", "ssm_d", "ffn_norm")
+_HUNYUAN_LAYER = {
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+}
 _FUSED_UP = {"ffn_up": "mlp.gate_up_proj"}
 _GEMMA4_WHOLE = _WHOLE_MODEL | {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
@@ -92,6 +96,11 @@ _GEMMA4_LAYER = _SANDWICH | {
     "ffn_down_exps.scale": "router.per_expert_scale",
 }
 
+_SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 _LATENT_LAYER = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -102,9 +111,24 @@ _LATENT_LAYER = {
     "attn_k_b": "self_attn.k_b_proj",  # these two are parts of kv_b_proj (gguf_weights.py)
     "attn_v_b": "self_attn.v_b_proj",
     "exp_probs_b": "mlp.gate.e_score_correction",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    **_SHARED_EXPERTS,
+}
+_OF_DEEPSEEK_EXPERTS = {
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+_WITHOUT_GROUPS = {
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
 }
 
 QUERY_GROWTH = "llama_4_scaling_beta"  # a key of rope_scaling
@@ -341,33 +365,33 @@ GGUF_ARCHITECTURES = {
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
         _LATENT_LAYER,
-        keys={
+        keys=_OF_DEEPSEEK_EXPERTS
+        | {
             "attention.q_lora_rank": "q_lora_rank",
             "attention.kv_lora_rank": "kv_lora_rank",
-            "leading_dense_block_count": "first_k_dense_replace",
-            "expert_count": "n_routed_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "expert_shared_count": "n_shared_experts",
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_weights_scale": "routed_scaling_factor",
-            "expert_weights_norm": "norm_topk_prob",
-            "expert_group_count": "n_group",
-            "expert_group_used_count": "topk_group",
             "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
             "rope.scaling.mscale": "mscale",
         },
-        constants={
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-            "n_group": 1,
-            "topk_group": 1,
-        },
+        constants=_WITHOUT_GROUPS,
         presence={"attention_bias": "attn_kv_a_mqa.bias"},
         read=deepseek2_config,
         others=(
             ("DeepseekV2ForCausalLM", "deepseek_v2"),
             ("Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
         ),
+    ),
+    "glm4moe": GGUFArchitecture(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        _SHARED_EXPERTS
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b": "mlp.gate.e_score_correction",
+        },
+        keys=_OF_DEEPSEEK_EXPERTS,
+        constants=_WITHOUT_GROUPS | {"partial_rotary_factor": 1.0},
+        presence=_BIASES | {"use_qk_norm": "attn_q_norm.weight"},
+        read=glm4_moe_config,
     ),
     "phi3": GGUFArchitecture("Phi3ForCausalLM", "phi3", _FUSED_UP),
     "smollm3": GGUFArchitecture(
@@ -527,7 +551,11 @@ GGUF_ARCHITECTURES = {
         "Gemma2ForCausalLM",
         "gemma2",
         _SANDWICH,
-        constants={"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096},
+        constants={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_act": "gelu_pytorch_tanh",
+            "sliding_window": 4096,
+        },
         windows=2,
         norm_offset=1.0,
     ),
@@ -572,8 +600,26 @@ GGUF_ARCHITECTURES = {
     "hunyuan-dense": GGUFArchitecture(
         "HunYuanDenseV1ForCausalLM",
         "hunyuan_v1_dense",
-        {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        _HUNYUAN_LAYER,
         presence=_BIASES,
+    ),
+    "hunyuan-moe": GGUFArchitecture(
+        "HunYuanMoEV1ForCausalLM",
+        "hunyuan_v1_moe",
+        _HUNYUAN_LAYER
+        | {
+            "ffn_gate_inp": "mlp.gate.wg",
+            "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+            "ffn_up_shexp": "mlp.shared_mlp.up_proj",
+            "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+        },
+        keys={
+            "expert_count": "num_experts",
+            "expert_used_count": "moe_topk",
+            "expert_shared_count": "num_shared_expert",
+        },
+        presence=_BIASES,
+        sizes={"intermediate_size": "ffn_gate_exps.weight"},
     ),
     "olmo": GGUFArchitecture(
         "OlmoForCausalLM",
@@ -625,6 +671,24 @@ GGUF_ARCHITECTURES = {
     ),
     "ernie4_5": GGUFArchitecture(
         "Ernie4_5ForCausalLM", "ernie4_5", presence={"use_bias": "attn_q.bias"}
+    ),
+    "ernie4_5-moe": GGUFArchitecture(
+        "Ernie4_5_MoeForCausalLM",
+        "ernie4_5_moe",
+        {
+            "exp_probs_b": "mlp.moe_statics.e_score_correction",
+            **_SHARED_EXPERTS,
+        },
+        keys={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_shared_count": "moe_num_shared_experts",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "leading_dense_block_count": "moe_layer_start_index",
+            "interleave_moe_layer_step": "moe_layer_interval",
+        },
+        constants={"moe_num_shared_experts": 0},
+        presence={"use_bias": "attn_q.bias"},
     ),
     # These are text encoders. RoBERTa's positions begin at the first row of the file's table, so
     # RoBERTa counts as BERT.

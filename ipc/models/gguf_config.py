@@ -247,8 +247,7 @@ def _add_of_architecture(
     elif known is OLMO3:
         config["rope_local_base_freq"] = own.get("rope.freq_base_swa", config.get("rope_theta"))
     config.setdefault("rope_theta", DEFAULT_THETA)  # llama.cpp uses this one for every model
-    if known.architecture not in ARCHITECTURES:
-        config["pad_token_id"] = None  # transformers' default may be out of the vocabulary
+    config["pad_token_id"] = None  # transformers' default may be out of the vocabulary
     pattern = own.get("attention.sliding_window_pattern")
     if known.windows and isinstance(num_layers, int) and num_layers <= MOST["num_hidden_layers"]:
         has_windows = config.get("sliding_window") is not None

@@ -99,12 +99,10 @@ def deepseek2_config(
         raise _malformed("expert_gating_func", f"{wanted} exp_probs_b, got {gating!r:.100}")
     if not is_v3 and own.get("expert_weights_norm"):
         raise _malformed("expert_weights_norm", "false without exp_probs_b")
-    num_layers, num_drafts = own.pop("block_count", None), own.pop("nextn_predict_layers", 0)
-    if not isinstance(num_layers, int) or not isinstance(num_drafts, int):
-        raise _malformed("block_count and nextn_predict_layers", "integers")
+    num_layers = _without_drafts(own)
     kind = "V3" if is_v3 else "V2"
     return {
-        "num_hidden_layers": num_layers - num_drafts,  # the last ones only predict tokens ahead
+        "num_hidden_layers": num_layers,
         "architectures": [f"Deepseek{kind}ForCausalLM"],
         "model_type": f"deepseek_{kind.lower()}",
         "num_key_value_heads": own.get("attention.head_count"),
@@ -113,6 +111,25 @@ def deepseek2_config(
         "v_head_dim": value_dim,
         "topk_method": "noaux_tc" if is_v3 else "group_limited_greedy",
     }
+
+
+def glm4_moe_config(
+    own: dict[str, Any], tensors: Mapping[str, GGUFTensor], _: list[float] | None
+) -> dict[str, Any]:
+    """That of GLM-4.5 and 4.6. `own` is as in gemma4_config; the layers that only predict tokens
+    ahead are left out.
+    """
+    if (gating := own.pop("expert_gating_func", None)) not in (None, _SIGMOID):
+        raise _malformed("expert_gating_func", f"{_SIGMOID}, got {gating!r:.100}")
+    return {"num_hidden_layers": _without_drafts(own)}
+
+
+def _without_drafts(own: dict[str, Any]) -> int:
+    """The number of layers but for the last ones, which only predict tokens ahead."""
+    num_layers, num_drafts = own.pop("block_count", None), own.pop("nextn_predict_layers", 0)
+    if not isinstance(num_layers, int) or not isinstance(num_drafts, int):
+        raise _malformed("block_count and nextn_predict_layers", "integers")
+    return num_layers - num_drafts
 
 
 def rotated_part(factors: Sequence[float]) -> float:

@@ -30,7 +30,7 @@ _NOT_POOLED = re.compile(
     r"generator_predictions|generator_lm_head|predictions|sop_classifier)\.|"
     r"(^|\.)(position_ids|token_type_ids|inv_freq|original_inv_freq)$"
 )
-_MTP_HEADS = ("model.mtp_layers.", "mtp_layers.", "mtp.")  # of MiMo and of Qwen
+_MTP_HEADS = ("model.mtp_", "mtp_layers.", "mtp.")  # of MiMo and ERNIE, and of Qwen
 _KEYS_OR_VALUES = re.compile(r"\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight$")
 _OLD_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 

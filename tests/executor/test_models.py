@@ -213,8 +213,49 @@ VARIANTS = {
     "glm4-moe-plain": ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
     "seed-oss": ("seed_oss", {}),
     "seed-oss-mlp-bias": ("seed_oss", {"mlp_bias": True, "attention_bias": False}),
+    "seed-oss-out-bias": ("seed_oss", {"attention_out_bias": True, "attention_bias": False}),
     "ernie4-5": ("ernie4_5", {}),
     "ernie4-5-biases": ("ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+    "ernie4-5-moe": ("ernie4_5_moe", {}),
+    "ernie4-5-moe-interval": (
+        "ernie4_5_moe",
+        {
+            "num_hidden_layers": 5,
+            "moe_layer_start_index": 0,
+            "moe_layer_end_index": 3,
+            "moe_layer_interval": 2,
+            "moe_num_shared_experts": 0,
+        },
+    ),
+    "gemma2": ("gemma2", {}),
+    "gemma2-no-caps": (
+        "gemma2",
+        {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "glm4": ("glm4", {}),
+    "glm4-whole-heads": (
+        "glm4",
+        {"attention_bias": False, "partial_rotary_factor": 1.0, "tie_word_embeddings": True},
+    ),
+    "hunyuan-dense": ("hunyuan_v1_dense", {}),
+    "hunyuan-dense-alpha": (
+        "hunyuan_v1_dense",
+        {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 500.0,
+                "alpha": 50.0,
+                "factor": 1.0,
+            },
+            "attention_bias": True,
+        },
+    ),
+    "hunyuan-moe": ("hunyuan_v1_moe", {}),
     "exaone4": ("exaone4", {}),
     "exaone4-no-window": (
         "exaone4",
@@ -324,6 +365,7 @@ def test_long_prompt_is_token_exact(kind, overrides, tiny, oracle):
         *("gemma3", "phi3", "smollm3", "olmo3", "granite", "ministral3-beyond"),
         *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"),
         *("deepseek-v2", "deepseek-v3", "ernie4-5", "exaone4", "gemma4", "gemma4-experts"),
+        *("gemma2", "glm4", "hunyuan-moe", "ernie4-5-moe"),
     ],
 )
 def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(
@@ -386,7 +428,7 @@ def test_bits_of_states_depend_neither_on_the_batch_nor_on_chunks(variant, quant
         *("qwen2-window", "mistral", "gemma3", "olmo3", "mixtral-window", "qwen2-moe", "gpt-oss"),
         *("granite-hybrid", "falcon-h1", "nemotron-h", "mamba2", "gemma4", "gemma4-experts"),
         *("qwen3-next", "qwen3.5", "lfm2-moe", "lfm3"),
-        *("deepseek-v3", "glm4-moe-lite"),
+        *("deepseek-v3", "glm4-moe-lite", "gemma2", "hunyuan-moe"),
     ],
 )
 def test_windows_experts_and_states_are_token_exact_in_chunks_beside_decodes_and_after_preemption(

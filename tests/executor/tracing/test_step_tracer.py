@@ -201,3 +201,14 @@ def test_times_are_of_the_clock_of_all_processes(tiny):
         for kernel in rank.kernels:
             assert before <= kernel.begin_s <= time.monotonic()
             assert all(begin <= end for _, begin, end in kernel.threads)
+
+
+@native
+def test_layers_that_compute_only_some_rows_are_traced_as_such(tiny):
+    executor = start_executor(tiny("gemma4_text"), dtype="bfloat16")
+    plain = run(executor, 2)
+    answers, trace = traced(executor, 2)
+    assert answers == plain
+    prompts, _ = ranks(trace)
+    shapes = {kernel.module: kernel.shape for kernel in prompts.kernels}
+    assert [shapes[f"layers.{i}.self_attn.o_proj"][:7] for i in (3, 4)] == ["[7, 128", "[2, 64]"]

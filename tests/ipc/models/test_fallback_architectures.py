@@ -75,7 +75,7 @@ def test_refused_by_name_with_the_reason(model_type: str) -> None:
     ids=str,
 )
 def test_unknown_ones_are_refused_with_a_list(config: dict) -> None:
-    with pytest.raises(ModelLoadError, match=r"^[^\n]{,1200}docs/models.md lists"):
+    with pytest.raises(ModelLoadError, match=r"^[^\n]{,2000}docs/models.md lists"):
         choose_implementation(config, "auto")
 
 

@@ -1,0 +1,71 @@
+"""Gemma 4, whose last layers read the keys and values of others and compute only the rows that are
+read, in bfloat16 on native kernels: the bits of a request's tokens and log-probabilities do not
+depend on the batch, on chunks, on swapping, on bursts, or on speculation.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from quire.kernels.cpu.native.library import library
+from quire.tests.client_forms import closing, make_engine
+from quire.tests.test_bit_equalities import assert_same_bits, name_of, run
+from quire.tests.tiny_models import save_tiny_model
+from quire.tests.workloads import Job, random_jobs
+
+pytestmark = pytest.mark.skipif(
+    library is None, reason="native kernels are not built here; torch's do not promise this"
+)
+
+FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=98, num_scheduler_steps=1)
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
+SETTINGS = [
+    dict(num_threads=2, max_num_batched_tokens=37),
+    dict(**FEW, preemption_mode="recompute", enable_prefix_caching=False),
+    dict(**FEW, preemption_mode="swap", max_num_batched_tokens=64, async_scheduling=True),
+    dict(num_scheduler_steps=4, max_num_seqs=5, long_prefill_token_threshold=19),
+    dict(speculative_config=NGRAM, num_threads=2),
+]
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory) -> dict[str, Any]:
+    directory = save_tiny_model(tmp_path_factory.mktemp("m"), "gemma4_text", dtype="bfloat16")
+    return dict(model=str(directory), dtype="bfloat16", max_model_len=300)
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    """Some request the log-probabilities of their prompts, for which all rows are computed."""
+    rng, found = random.Random(5), []
+    for job in random_jobs(30, vocab_size=300, seed=3, max_prompt=200, max_output=40):
+        asked = {"logprobs": 2, "prompt_logprobs": rng.choice([None] * 5 + [1])}
+        params = msgspec.structs.replace(job.params, **asked, stop=None, ignore_eos=True)
+        found.append(replace(job, params=params, arrives_at_step=job.arrives_at_step // 12))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(common, jobs):
+    """Run each request alone: its prompt in one piece, on one thread, with an empty cache."""
+    settings = common | dict(enable_prefix_caching=False, max_num_seqs=1, num_threads=1)
+    with closing(make_engine(**settings)) as engine:
+        return run(engine, jobs, aborts=False)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=name_of)
+def test_no_setting_changes_a_bit(common, jobs, expected, settings):
+    with closing(make_engine(**common | settings)) as engine:
+        assert_same_bits(jobs, run(engine, jobs), expected)
+        cold = engine.call_utility("get_metrics")
+        assert (cold["num_preemptions"] > 0) == (settings.items() >= FEW.items())
+        assert (cold["num_accepted_tokens"] > 0) == ("speculative_config" in settings)
+        assert_same_bits(jobs, run(engine, jobs, aborts=False), expected, aborts=False)
+        warm = engine.call_utility("get_metrics")
+        is_swapping = settings.get("preemption_mode") == "swap"
+        assert (warm["num_blocks_swapped_in"] > 0) == is_swapping
+        engine.call_utility("check_integrity")

@@ -28,6 +28,10 @@ from .offload import OffloadedBlocks
 # it. It has the size of the keys and values of hundreds of tokens and takes the place of another
 # one; to write it and to copy it back takes as long as a few tokens of a prompt.
 LEAST_TOKENS = 64
+# Of those that are taken for the interval alone, and from which no request has started, one of so
+# many is kept elsewhere when it makes room: they have several times the size of the keys and values
+# between them, and are seldom asked for once there are later ones.
+INTERVALS_ELSEWHERE = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +44,7 @@ class Checkpoint:
     is_used: bool = False  # a request has started from it
     num_pins: int = 0
     is_of_adapter: bool = False  # LoRA: the name means something in this engine alone
+    is_between: bool = False  # taken for the interval alone
 
 
 @dataclass(slots=True, eq=False)
@@ -120,9 +125,17 @@ class StateCheckpoints:
         return checkpoint
 
     def kept(self) -> list[tuple[int, bytes]]:
-        """(place, name) of each checkpoint that may be kept elsewhere, the last used one last."""
+        """(place, name) of each checkpoint that is worth keeping elsewhere, the last used one
+        last.
+        """
         found = self._named.values()
-        return [(one.place, one.name) for one in found if not one.is_of_adapter]
+        return [(one.place, one.name) for one in found if self._is_worth_keeping(one)]
+
+    def _is_worth_keeping(self, checkpoint: Checkpoint) -> bool:
+        """Whether it is kept elsewhere when it makes room."""
+        if checkpoint.is_of_adapter or checkpoint.is_used or not checkpoint.is_between:
+            return not checkpoint.is_of_adapter
+        return checkpoint.num_tokens % (INTERVALS_ELSEWHERE * self._interval) == 0
 
     def use(self, checkpoint: Checkpoint) -> None:
         """A request starts from it: the step being made copies it."""
@@ -242,7 +255,7 @@ class StateCheckpoints:
                 return self._free.pop(index)
         for checkpoint in self._named.values():
             if not checkpoint.num_pins and checkpoint.place not in busy:
-                if self._offload is not None and not checkpoint.is_of_adapter:
+                if self._offload is not None and self._is_worth_keeping(checkpoint):
                     self._offload.evict_state(checkpoint.place, checkpoint.name)
                 self._forget(checkpoint)
                 self._counters.num_states_evicted += 1
@@ -265,8 +278,11 @@ class StateCheckpoints:
         while progress.pending and progress.pending[0][0] <= num_tokens:
             stop, place, is_tail = progress.pending.pop(0)
             self._counters.num_states_saved += 1
-            name = hashes[stop // self._block_size - 1]
-            checkpoint = self._name(name, place, stop, request.adapter is not None)
+            checkpoint = Checkpoint(place, hashes[stop // self._block_size - 1], stop)
+            checkpoint.is_of_adapter = request.adapter is not None
+            others = progress.num_shared, self._last_of_prompt(request)
+            checkpoint.is_between = not is_tail and stop not in others
+            checkpoint = self._name(checkpoint)
             is_own_tail = is_tail and checkpoint.place == place
             if progress.tail is not None or is_own_tail:
                 self._replace_tail(progress, checkpoint if is_own_tail else None)
@@ -274,15 +290,13 @@ class StateCheckpoints:
             if not (self._is_cache or checkpoint.num_pins):
                 self._forget(checkpoint)
 
-    def _name(self, name: bytes, place: int, num_tokens: int, is_of_adapter: bool) -> Checkpoint:
-        """Makes the place findable, unless another one has the same state."""
-        checkpoint = self._named.get(name)
-        if checkpoint is not None:
-            self._free.append(place)
+    def _name(self, taken: Checkpoint) -> Checkpoint:
+        """Makes a checkpoint findable, or returns the one that has the same state."""
+        checkpoint = self._named.setdefault(taken.name, taken)
+        if checkpoint is not taken:
+            checkpoint.is_between &= taken.is_between
+            self._free.append(taken.place)
             self._touch(checkpoint)
-        else:
-            checkpoint = Checkpoint(place, name, num_tokens, is_of_adapter=is_of_adapter)
-            self._named[name] = checkpoint
         return checkpoint
 
     def _replace_tail(self, progress: Progress, tail: Checkpoint | None) -> None:

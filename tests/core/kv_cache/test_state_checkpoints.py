@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 from quire.core.forks import Family
+from quire.core.kv_cache.offload import OffloadedBlocks
 from quire.core.kv_cache.state_checkpoints import LEAST_TOKENS, StateCheckpoints
+from quire.core.lora_slots import Adapter
 from quire.core.request import Request
 from quire.ipc.counters import EngineCounters
+from quire.ipc.lora import LoRARequest
 from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.params import SamplingParams
+from quire.tests.fake_offload import FakeOffload
 
 BLOCK, INTERVAL, FIRST = 16, 256, 8
 
@@ -18,8 +22,15 @@ class Places:
 
     def __init__(self, num_places: int = 20, interval: int = INTERVAL, *, is_cache: bool = True):
         self.counters = EngineCounters()
+        self.elsewhere = FakeOffload(1000, list, lambda: [0] * (FIRST + num_places))
+        self.offload = OffloadedBlocks(self.elsewhere, self.counters)
         self.checkpoints = StateCheckpoints(
-            range(FIRST, FIRST + num_places), BLOCK, interval, self.counters, is_cache=is_cache
+            range(FIRST, FIRST + num_places),
+            BLOCK,
+            interval,
+            self.counters,
+            is_cache=is_cache,
+            offload=self.offload,
         )
         self.running: list[Request] = []
 
@@ -198,6 +209,51 @@ def test_the_least_recently_used_makes_room():
     assert places.checkpoints.find(requests[0].block_hashes) is first
     assert places.checkpoints.find(requests[1].block_hashes) is None
     assert places.counters.num_states_evicted == 1
+
+
+def test_those_between_others_are_seldom_kept_elsewhere():
+    """The end of a prompt, one that a request has started from, and every eighth."""
+    places = Places()
+    request = places.begin(list(range(4200)), 4200)
+    prefill(places, request)
+    places.checkpoints.use(places.checkpoints.find(request.block_hashes[:32]))
+    places.end(request)
+    worth = {name for _, name in places.checkpoints.kept()}
+    assert worth == {request.block_hashes[end // BLOCK - 1] for end in (512, 2048, 4096, 4192)}
+    other = places.begin(list(range(1, 100)), 99)
+    for _ in range(20):
+        assert places.checkpoints._take_place() is not None
+    places.offload.flush()
+    assert places.elsewhere.kept_states.keys() == worth
+    assert places.counters.num_states_offloaded == 4 and other in places.running
+
+
+def test_those_of_an_adapter_are_not_kept_elsewhere():
+    places = Places(1)
+    request = places.begin(list(range(100)), 100)
+    request.adapter = Adapter(LoRARequest("a", 1, "/a"), 1)
+    places.compute(request, 0, 100)
+    assert places.depths() == [96] and places.checkpoints.kept() == []
+    assert places.checkpoints.park(request) == FIRST
+    places.offload.flush()
+    assert places.counters.num_states_evicted == 1 and not places.elsewhere.kept_states
+
+
+def test_one_that_comes_back_takes_no_place_that_is_copied_from():
+    places = Places(2)
+    requests = [places.begin(list(range(i, i + 100)), 100) for i in (0, 200, 400)]
+    for request in requests:
+        places.compute(request, 0, 100)
+    places.offload.flush()
+    name = requests[0].block_hashes[5]
+    assert places.offload.count_to_state(requests[0], requests[0].block_hashes) == 6
+    assert places.checkpoints.load(name, 96, {FIRST, FIRST + 1}) is None
+    loaded = places.checkpoints.load(name, 96, {FIRST + 1})
+    assert loaded is not None and loaded.place == FIRST
+    assert places.checkpoints.find(requests[0].block_hashes) is loaded
+    places.elsewhere.loss = 1.0
+    assert places.checkpoints.load(requests[1].block_hashes[5], 96, ()) is None
+    places.check()
 
 
 def test_without_places_none_is_taken():

@@ -67,7 +67,7 @@ class Attention:
         self.q_norm = make.norm(names.q_norm, q_size, config) if qk_norm else None
         self.k_norm = make.norm(names.k_norm, k_size, config) if qk_norm else None
         self.v_norm = make.unweighted_norm(self.head_dim, config) if value_norm else None
-        self.sinks = make.parameter(self.num_heads, dtype=torch.float32) if has_sinks else None
+        self.sinks = make.head_parameter(config.num_attention_heads) if has_sinks else None
         self.rope = ropes[layer]
         self.scale, self.sliding_window = config.attention_scale, config.sliding_windows[layer]
         self.cap = config.attention_cap

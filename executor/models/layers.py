@@ -25,7 +25,7 @@ from ..device import free_bytes
 from ..groups.expert_group import ALL_EXPERTS, ExpertGroup
 from ..groups.tensor_group import ALONE, TensorGroup
 from ..weights.packed_rows import PackedRows, copy_weights
-from ..weights.table import RowOrder, Slice, Weight, stored_shape
+from ..weights.table import RowOrder, Slice, Weight, kept_part, stored_shape
 from .adapters import AdapterRows, EmbeddingAdapters, LinearAdapters
 from .layer_registry import Layer, choose_layer
 from .linear import Embedding as Embedding
@@ -231,6 +231,12 @@ class LayerFactory:
             begin, end = self.group.range_of(len(rows), len(rows) // num_heads)
             kept.append(rows[begin:end])
         return RowOrder(torch.cat(kept), sum(len(rows) for rows, _ in parts))
+
+    def head_parameter(self, num_heads: int) -> torch.Tensor:
+        """Makes a number in fp32 for each of `num_heads` heads, of which this rank has its part."""
+        own = self.parameter(self.share(num_heads, "heads"), dtype=torch.float32)
+        heads = torch.arange(num_heads), num_heads
+        return kept_part(own, self.kept_rows(heads) if self.is_divided else None)
 
     @property
     def is_divided(self) -> bool:

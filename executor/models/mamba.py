@@ -27,25 +27,20 @@ class Mamba2Mixer:
     def __init__(self, make: LayerFactory, hidden_size: int, mixer: Mamba2Config):
         self.config = own = mixer.of_rank(make.group.size)
         self.ops = make.ops
-        num_heads, fp32 = own.num_heads, torch.float32
         self._orders = kept_rows(make, mixer) if make.is_divided else {}
         in_proj = {name: rows for name, rows in self._orders.items() if name == "in_proj"}
         rows = {"in_proj": sum(mixer.part_sizes)}
         self.in_proj = make.linear(hidden_size, rows, mixer.has_in_bias, orders=in_proj)
         self.conv_weight = make.parameter(own.conv_size, 1, mixer.kernel_size)
         self.conv_bias = make.parameter(own.conv_size) if mixer.has_conv_bias else None
-        self.a_log, self.d, self.dt_bias = (
-            make.parameter(num_heads, dtype=fp32),
-            make.parameter(num_heads, dtype=fp32),
-            make.parameter(num_heads, dtype=fp32),
-        )
+        self.a_log, self.d, self.dt_bias = (make.head_parameter(mixer.num_heads) for _ in range(3))
         # The features of a group are normed together. Where ranks have parts of a group, each norms
         # all of them.
         self._group_size = mixer.inner_size // mixer.num_groups
         self._gather: Callable[[torch.Tensor], torch.Tensor] | None = None
         if mixer.has_norm and own.inner_size < self._group_size:
             self._gather = make.gather
-            del self._orders["norm.weight"]
+            del self._orders["norm"]
         begin = make.group.rank * own.inner_size
         self._features = slice(begin, begin + own.inner_size)  # of this rank
         num_normed = own.inner_size if self._gather is None else mixer.inner_size
@@ -117,16 +112,15 @@ class Mamba2Mixer:
 
     def weights(self, prefix: str) -> Weights:
         yield from self.in_proj.weights(prefix)
-        for name, own in (
-            ("conv1d.weight", self.conv_weight),
-            ("conv1d.bias", self.conv_bias),
-            ("A_log", self.a_log),
-            ("D", self.d),
-            ("dt_bias", self.dt_bias),
-            ("norm.weight", self.norm_weight),
-        ):
-            if own is not None:
-                yield f"{prefix}{name}", kept_part(own, self._orders.get(name))
+        channels = self._orders.get("conv1d")
+        yield f"{prefix}conv1d.weight", kept_part(self.conv_weight, channels)
+        if self.conv_bias is not None:
+            yield f"{prefix}conv1d.bias", kept_part(self.conv_bias, channels)
+        yield f"{prefix}A_log", self.a_log
+        yield f"{prefix}D", self.d
+        yield f"{prefix}dt_bias", self.dt_bias
+        if self.norm_weight is not None:
+            yield f"{prefix}norm.weight", kept_part(self.norm_weight, self._orders.get("norm"))
         yield from self.out_proj.weights(prefix)
 
 
@@ -137,13 +131,8 @@ def kept_rows(make: LayerFactory, mixer: Mamba2Config) -> dict[str, RowOrder]:
     rows = torch.arange(sum(mixer.part_sizes)).split(mixer.part_sizes)
     of_parts = list(zip(rows, heads))
     channels = [(part - mixer.inner_size, count) for part, count in of_parts[1:4]]
-    scalars = make.kept_rows((torch.arange(num_heads), num_heads))
     return {
         "in_proj": make.kept_rows(*of_parts),
-        "conv1d.weight": (of_channels := make.kept_rows(*channels)),
-        "conv1d.bias": of_channels,
-        "A_log": scalars,
-        "D": scalars,
-        "dt_bias": scalars,
-        "norm.weight": make.kept_rows(of_parts[0]),
+        "conv1d": make.kept_rows(*channels),
+        "norm": make.kept_rows(of_parts[0]),
     }

@@ -41,7 +41,7 @@ class GatedDeltaNet:
     def __init__(self, make: LayerFactory, hidden_size: int, mixer: GatedDeltaNetConfig):
         own = mixer.of_rank(make.group.size)
         self.config, self.ops, self.state_parts = own, make.ops, own.state_parts
-        size, heads = hidden_size, own.num_value_heads
+        size, heads = hidden_size, mixer.num_value_heads
         self._orders = orders = {
             name: make.kept_rows(*parts)
             for name, parts in stored_rows(mixer).items()
@@ -62,8 +62,7 @@ class GatedDeltaNet:
             "out_proj", mixer.value_size, size, takes_adapters=takes_adapters
         )
         self.conv1d = make.parameter(own.conv_size, 1, own.kernel_size)
-        self.a_log = make.parameter(heads, dtype=torch.float32)
-        self.dt_bias = make.parameter(heads, dtype=torch.float32)
+        self.a_log, self.dt_bias = make.head_parameter(heads), make.head_parameter(heads)
         self.norm_weight = make.parameter(own.value_head_dim)
         self.bind_states([])
 
@@ -109,12 +108,9 @@ class GatedDeltaNet:
     def weights(self, prefix: str) -> Weights:
         yield from self.in_proj.weights(prefix)
         yield from self.in_proj_ba.weights(prefix)
-        for name, own in (
-            ("conv1d.weight", self.conv1d),
-            ("A_log", self.a_log),
-            ("dt_bias", self.dt_bias),
-        ):
-            yield f"{prefix}{name}", kept_part(own, self._orders.get(name))
+        yield f"{prefix}conv1d.weight", kept_part(self.conv1d, self._orders.get("conv1d"))
+        yield f"{prefix}A_log", self.a_log
+        yield f"{prefix}dt_bias", self.dt_bias
         yield f"{prefix}norm.weight", self.norm_weight
         yield from self.out_proj.weights(prefix)
 
@@ -144,9 +140,7 @@ def stored_rows(config: GatedDeltaNetConfig) -> dict[str, list[tuple[torch.Tenso
         "in_proj_a": scalars,
         "in_proj_qkvz": list(zip(together, heads)),
         "in_proj_ba": list(zip(_by_part(of_keys, (per_key, per_key)), heads[2:])),
-        "conv1d.weight": channels,
-        "A_log": scalars,
-        "dt_bias": scalars,
+        "conv1d": channels,
     }
 
 

@@ -274,8 +274,6 @@ def _undivided(architecture: Architecture) -> str:
     """Why the layers of an architecture are not divided among tensor ranks; "" where they are."""
     if architecture.qk_norm_whole:
         return "q and k are normed over all heads"
-    if architecture.has_sinks:
-        return "its attention has sinks"
     return ""
 
 

@@ -46,7 +46,6 @@ def of_family(kind: str) -> str:
         ("qwen2", {"tensor_parallel_size": 3}, "must divide the model's num_attention_heads=4"),
         ("qwen2", {"model_impl": "transformers"}, "must be 1 with a model of type qwen2"),
         ("olmo2", {}, "must be 1 with Olmo2ForCausalLM: q and k are normed over all heads"),
-        ("gpt_oss", {}, "must be 1 with GptOssForCausalLM: its attention has sinks"),
         ("qwen3_next", {}, "must divide the model's linear_num_key_heads=3, or be a multiple of"),
         ("nemotron_h", {}, "must divide the model's heads of Mamba 2=3, got 2"),
     ],

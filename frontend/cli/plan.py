@@ -134,6 +134,8 @@ def _memory(plan: Plan) -> list[tuple[str, int, str]]:
         for name, size in plan.weights_bytes_by_dtype.items()
         if name != plan.weights_kind
     )
+    if plan.mapped_bytes:
+        others = f"{format_bytes(plan.mapped_bytes)} more are read from the file; {others}"
     room = plan.kv_cache_bytes or plan.longest_kv_cache_bytes
     per_token = f"{format_bytes(plan.kv_bytes_per_token)} per token"
     if plan.num_window_layers:

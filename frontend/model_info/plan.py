@@ -17,6 +17,7 @@ from ...ipc.config import CacheConfig, EngineConfig, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.machine import free_memory_bytes, total_memory_bytes
 from ...ipc.models.architectures import NATIVE
+from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.draft_heads import head_rows
 from ...ipc.models.expert_parallel import shares_experts
 from ...ipc.models.gguf import is_gguf, read_gguf
@@ -80,6 +81,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     dtype: str
     weights_bytes: int
+    # Of a table that stays in the files: a step reads few rows, and the system may drop their pages
+    # like others that it caches. It is none of weights_bytes.
+    mapped_bytes: int = 0
     quantization: str | None  # of the linear layers' weights
     keeps_blocks: bool  # quantized weights of the files, for the types that kernels multiply
     # "bfloat16" or "float32" unquantized, else "int8" or "int4" with this dtype
@@ -197,6 +201,7 @@ def make_plan(
         num_parameters=sizes.num_parameters,
         dtype=model_config.dtype,
         weights_bytes=weights_bytes,
+        mapped_bytes=0 if keeps_blocks else _mapped_bytes(config, sizes, model_config.dtype),
         quantization=model_config.quantization,
         keeps_blocks=keeps_blocks,
         weights_bytes_by_dtype=_bytes_by_dtype(config, sizes, memory.is_gpu),
@@ -380,12 +385,27 @@ def _bytes_of_packed(
     config: EngineConfig, sizes: ModelSizes, dtype: str, quantization: str | None = None
 ) -> int:
     """Returns the bytes of the weights that one engine has."""
-    num_bytes = sizes.weights_bytes(dtype, quantization)
+    num_bytes = sizes.weights_bytes(dtype, quantization) - _mapped_bytes(config, sizes, dtype)
     if shares_experts(config):
         # each has equally many, see check_expert_parallel
         size = config.device_config.data_parallel_size
         num_bytes -= sizes.experts_bytes(dtype, quantization) * (size - 1) // size
     return num_bytes
+
+
+def _mapped_bytes(config: EngineConfig, sizes: ModelSizes, dtype: str) -> int:
+    """Returns the bytes of the table of layers' inputs, if it stays in the files: on a CPU, where
+    it has the model's dtype.
+    """
+    model_config, shape = config.model_config, sizes.config
+    inputs = shape.per_layer_inputs if isinstance(shape, DecoderConfig) else None
+    hf_config = model_config.hf_config
+    stored = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    if inputs is None or stored != dtype or config.device_config.device != "cpu":
+        return 0
+    if is_gguf(Path(model_config.model)):
+        return 0
+    return inputs.vocab_size * shape.num_hidden_layers * inputs.size * DTYPE_BYTES[dtype]
 
 
 def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:

@@ -224,8 +224,8 @@ class SpeculativeConfig(Section, frozen=True):
     # ngram, and suffix where it finds nothing. draft_model: what `model` draws. eagle3 and mtp: a
     # head that reads hidden states of the model that verifies.
     method: Literal["ngram", "suffix", "auto", "draft_model", "eagle3", "mtp"] = "ngram"
-    # the draft model or the head: a directory, a GGUF file (no head) or a name. Default of mtp: the
-    # files of the model itself.
+    # the draft model or the head: a directory, a GGUF file (but of eagle3) or a name. Default of
+    # mtp: the files of the model itself.
     model: str | None = None
     revision: str | None = None  # of `model` on the hub
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 7  # most drafts of a row

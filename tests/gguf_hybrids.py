@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h",
     "mamba2": "mamba2",
 }
+HAS_HEAD = "has_head"  # for multi-token prediction: a key of the tests' own
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -40,11 +41,13 @@ def write_hybrid_gguf(path: Path, checkpoint: Path, type: str = "F32") -> None:
     if architecture == "nemotron_h" and "moe" in config["layers_block_type"]:
         architecture = "nemotron_h_moe"
     number = next(one for one, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    tensors = _with_head_as_a_layer(load_file(checkpoint / "model.safetensors"), config)
+    config[HAS_HEAD] = any(".nextn." in name for name in tensors)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"] + config[HAS_HEAD])
     writer = gguf.GGUFWriter(path, architecture)
     _add_config(writer, config)
     add_tokenizer(writer, checkpoint, config)
-    for name, tensor in _stacked(load_file(checkpoint / "model.safetensors")).items():
+    for name, tensor in _stacked(tensors).items():
         for stem, part in _changed(name, tensor.float(), config):
             if stem.endswith(".A_log") and architecture.startswith("qwen3"):
                 found = f"blk.{stem.split('.')[2]}.ssm_a"
@@ -60,7 +63,9 @@ def write_hybrid_gguf(path: Path, checkpoint: Path, type: str = "F32") -> None:
             as_type = type if is_block and "ssm_conv1d" not in found else "F32"
             packed, kind = quantize(values, as_type)
             writer.add_tensor(found, packed, raw_dtype=kind)
-    if architecture == "qwen35":  # a layer that predicts a token ahead, in part
+    if (
+        architecture == "qwen35" and not config[HAS_HEAD]
+    ):  # a layer that predicts a token ahead, in part
         for part in ("attn_norm", "nextn.enorm", "nextn.hnorm"):
             values = np.zeros(config["hidden_size"], dtype=np.float32)
             writer.add_tensor(f"blk.{config['num_hidden_layers']}.{part}.weight", values)
@@ -68,6 +73,25 @@ def write_hybrid_gguf(path: Path, checkpoint: Path, type: str = "F32") -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _with_head_as_a_layer(
+    tensors: dict[str, torch.Tensor], config: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """With Qwen's head for multi-token prediction as a layer after the others."""
+    layer = config["num_hidden_layers"]
+    own = {
+        "mtp.layers.0.": f"model.layers.{layer}.",
+        "mtp.fc.": f"blk.{layer}.nextn.eh_proj.",
+        "mtp.pre_fc_norm_embedding.": f"blk.{layer}.nextn.enorm.",
+        "mtp.pre_fc_norm_hidden.": f"blk.{layer}.nextn.hnorm.",
+        "mtp.norm.": f"blk.{layer}.nextn.shared_head_norm.",
+    }
+    renamed = {}
+    for name, tensor in tensors.items():
+        old = next((one for one in own if name.startswith(one)), "")
+        renamed[own.get(old, "") + name.removeprefix(old)] = tensor
+    return renamed
 
 
 def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -238,7 +262,7 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    num_drafts = 1 if config["model_type"] == "qwen3_5_text" else 0
+    num_drafts = int(config[HAS_HEAD] or config["model_type"] == "qwen3_5_text")
     writer.add_block_count(num_layers + num_drafts)
     if num_drafts:
         writer.add_nextn_predict_layers(num_drafts)
@@ -265,7 +289,7 @@ def _add_qwen(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
     writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
     is_recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
-    is_recurrent += [False] if config["model_type"] == "qwen3_5_text" else []
+    is_recurrent += [False] if config[HAS_HEAD] or config["model_type"] == "qwen3_5_text" else []
     writer.add_array(f"{writer.arch}.attention.recurrent_layers", is_recurrent)
     writer.add_rope_dimension_sections([2, 1, 1, 0])
     if config.get("num_experts"):

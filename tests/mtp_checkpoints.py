@@ -24,9 +24,14 @@ _OUTPUTS = re.compile(r"\.(o_proj|out_proj|down_proj)\.weight$")
 
 
 def save_with_head(
-    directory: Path, kind: str, dtype: str = "float32", *, is_right: bool = False
+    directory: Path,
+    kind: str,
+    dtype: str = "float32",
+    *,
+    is_right: bool = False,
+    **overrides: Any,
 ) -> Path:
-    """Writes a checkpoint of `kind`.
+    """Writes a checkpoint of `kind`; `overrides` are keys of config.json.
 
     is_right: layers change the residual stream so little that the next token mostly follows from
     the last one alone, and the head says which it is.
@@ -34,12 +39,12 @@ def save_with_head(
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
-    config = make_tiny_config(kind)
+    config = make_tiny_config(kind, **overrides)
     count, size = config.num_hidden_layers, config.hidden_size
     keys: dict[str, Any] = {"num_hidden_layers": count + 1}
     if kind in QWEN:
         keys["layer_types"] = [*config.layer_types, "full_attention"]
-    larger = make_tiny_config(kind)
+    larger = make_tiny_config(kind, **overrides)
     for key, value in keys.items():
         setattr(larger, key, value)
     if isinstance(kinds := getattr(larger, "mlp_layer_types", None), list):

@@ -1,4 +1,4 @@
-"""Reads the weights of a head that drafts (models/draft_heads.py) from safetensors files.
+"""Reads the weights of a head that drafts (models/draft_heads.py).
 
 Must not know: how a head computes, requests.
 
@@ -19,7 +19,9 @@ from safetensors import SafetensorError, safe_open
 from ...ipc.errors import ModelLoadError
 from ...ipc.json_files import check_regular_file
 from ...ipc.models.draft_heads import HeadNames
+from ...ipc.models.gguf import is_gguf
 from ...ipc.models.quantization_config import CheckpointQuantization
+from .gguf import load_gguf_weights
 from .load_times import LoadTimes
 from .loader import Fill as LoaderFill
 from .loader import fill_from_safetensors
@@ -117,10 +119,14 @@ def load_mtp(
     fill: LoaderFill,
     quantization: CheckpointQuantization | None,
 ) -> None:
-    """Fills an MTPHead from the tensors of `directory` that have these names, as
-    loader.load_weights does. Raises ModelLoadError for what is missing or has another shape.
+    """Fills an MTPHead from the tensors of `directory`, or of the GGUF file of this path, that have
+    these names, as loader.load_weights does. Raises ModelLoadError for what is missing or has
+    another shape.
     """
     times, experts = LoadTimes(), head.config.experts
+    if is_gguf(directory):
+        load_gguf_weights(head, directory, report, fill, times, names)
+        return
     fill_from_safetensors(
         {names.of(name): tensor for name, tensor in head.weights()},
         {},

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...ipc.errors import ModelLoadError
+from ...ipc.models.draft_heads import HeadNames
 from ...ipc.models.gguf import GGUFTensor, read_gguf
 from ...ipc.models.gguf_families import rotated_part
 from ...ipc.models.gguf_weights import (
@@ -40,17 +41,27 @@ Report = Callable[[str, float], None]
 Fill = Callable[[torch.Tensor, torch.Tensor | PackedRows], None]
 
 
-def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times: LoadTimes) -> None:
-    """Does what loader.load_weights does, from a GGUF file.
+def load_gguf_weights(
+    model: Any,
+    path: Path,
+    report: Report,
+    fill: Fill,
+    times: LoadTimes,
+    head: HeadNames | None = None,
+) -> None:
+    """Does what loader.load_weights does, from a GGUF file. head: the names of a head for
+    multi-token prediction, which `model` is then.
 
     The file is mapped and its pages are released once they are read, so that memory holds the
     model and one tensor.
     """
     file = read_gguf(path)
-    missing = tensors_of_file(model)
+    missing = tensors_of_file(model, head)
     offset_of = architecture_of(file).offset_of
     origin = check_gguf_tensors(
-        file, {name: list(tensor.shape) for name, tensor in missing.items()}
+        file,
+        {name: list(tensor.shape) for name, tensor in missing.items()},
+        "" if head is None else head.layer,
     )
     _check_rope(path, getattr(model.config, "rope", {}), read_rope_factors(file))
     num_elements = {name: tensor.numel() for name, tensor in missing.items()}
@@ -131,12 +142,14 @@ def _check_rope(path: Path, rope: dict[str, Any], factors: list[float] | None) -
         )
 
 
-def tensors_of_file(model: Any) -> dict[str, torch.Tensor]:
+def tensors_of_file(model: Any, head: HeadNames | None = None) -> dict[str, torch.Tensor]:
     """The tensors to fill, under the names and in the shapes of a GGUF file. All names end with
-    weight or bias. Stacked experts have gate and up apart, [experts, rows, columns] each.
+    weight or bias. Stacked experts have gate and up apart, [experts, rows, columns] each. head: see
+    load_gguf_weights.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.weights():
+        name = name if head is None else head.of(name)
         named = parts_in_files(name, list(tensor.shape))
         if len(named) > 1:
             tensors |= zip(named, _Halves(tensor).weights(), strict=True)

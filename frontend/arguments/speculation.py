@@ -92,8 +92,8 @@ def _draft_model_config(
             f"model: must have the vocabulary of the model that verifies, {sizes['target']} "
             f"tokens; that of {name} has {sizes['draft']}",
         )
-    if wanted.method in HEADS and is_gguf(directory):
-        raise InvalidParameterError(OPTION, f"model: a head is in safetensors files, got {name}")
+    if wanted.method == "eagle3" and is_gguf(directory):
+        raise InvalidParameterError(OPTION, f"model: EAGLE-3 is in safetensors files, got {name}")
     if wanted.method == "mtp":
         _check_mtp(directory, target)
     longest = resolved(target.max_model_len)

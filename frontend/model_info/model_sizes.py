@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ class ModelSizes:
         """Returns the bytes as packed by the engine. With quantization, the embedding of an untied
         head, biases and norms keep the dtype.
         """
-        wider = self.num_fp32 * (DTYPE_BYTES["float32"] - DTYPE_BYTES[dtype])
+        wider = self.wider_bytes(dtype)
         if quantization is None:
             return self.num_parameters * DTYPE_BYTES[dtype] + wider
         linears = [(shape, QUANTIZATION_BITS[quantization]) for shape in self.linear_shapes()]
@@ -91,6 +91,10 @@ class ModelSizes:
         rest = self.num_parameters - sum(rows * columns for (rows, columns), _ in linears)
         packed = sum(quantized_bytes(*shape, bits) for shape, bits in linears)
         return rest * DTYPE_BYTES[dtype] + wider + packed
+
+    def wider_bytes(self, dtype: str) -> int:
+        """Returns how many bytes fp32 adds to those of the dtype."""
+        return self.num_fp32 * (DTYPE_BYTES["float32"] - DTYPE_BYTES[dtype])
 
     def linear_shapes(self) -> list[tuple[int, int]]:
         """Returns (rows, columns) of every linear layer's weight as merged by
@@ -135,6 +139,8 @@ class HeadSizes(ModelSizes):
 
     linears: tuple[tuple[int, int], ...]
     num_states: int  # [tokens of a pass, hidden_size] each, which count as weights
+    # of a head for multi-token prediction, by the names of ipc/models/draft_heads.py
+    shapes: Mapping[str, list[int]] = field(default_factory=dict)
 
     def linear_shapes(self) -> list[tuple[int, int]]:
         """See ModelSizes."""
@@ -212,7 +218,7 @@ def measure_mtp_head(hf_config: dict[str, Any]) -> HeadSizes:
     num_fp32, size = _count_fp32(own, shapes, _norms_of_layers(row, shapes)), own.hidden_size
     linears = *_linear_shapes(own, architecture), *[(size, size)] * 2
     num_parameters = sum(map(prod, shapes.values()))
-    return HeadSizes(architecture, own, num_parameters, num_fp32, linears, num_states=1)
+    return HeadSizes(architecture, own, num_parameters, num_fp32, linears, 1, shapes)
 
 
 def measure_eagle3(hf_config: dict[str, Any], directory: Path) -> HeadSizes:

@@ -7,19 +7,20 @@ Must not know: torch, weight files, how a plan is shown.
 from __future__ import annotations
 
 import contextlib
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from ...ipc.config import CacheConfig, EngineConfig, resolved
+from ...ipc.config import CacheConfig, EngineConfig, ModelConfig, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.machine import free_memory_bytes, total_memory_bytes
 from ...ipc.models.architectures import NATIVE
 from ...ipc.models.decoder_config import DecoderConfig
-from ...ipc.models.draft_heads import head_rows
+from ...ipc.models.draft_heads import find_head, head_rows
 from ...ipc.models.expert_parallel import shares_experts
+from ...ipc.models.fallback_architectures import parse_model
 from ...ipc.models.gguf import is_gguf, read_gguf
 from ...ipc.models.gguf_weights import DTYPE_BYTES, check_gguf_tensors, weights_in_memory
 from ...ipc.models.kv_layout import make_layout, plan_groups
@@ -42,6 +43,7 @@ from ..engine_args import EngineArgs
 from .gguf_header import find_description
 from .gpu_memory import gpu_memory_bytes
 from .model_sizes import (
+    HeadSizes,
     ModelSizes,
     StoredSizes,
     kv_bytes_by_layer,
@@ -363,11 +365,37 @@ def _bytes_of_draft(config: EngineConfig) -> tuple[int, int]:
             if drafting.method == "mtp"
             else measure_eagle3(draft.hf_config, Path(draft.model))
         )
-        weights_bytes = head.weights_bytes(draft.dtype, draft.quantization)
+        weights_bytes = _bytes_of_head_blocks(config, draft, head)
+        if weights_bytes is None:
+            weights_bytes = head.weights_bytes(draft.dtype, draft.quantization)
         weights_bytes += head.states_bytes(draft.dtype, head_rows(scheduling))
         shape = head.config
     per_token = kv_bytes_per_token(shape, draft.dtype, cache_config.kv_cache_dtype)
     return weights_bytes, per_token * cache_config.block_size
+
+
+def _bytes_of_head_blocks(config: EngineConfig, draft: ModelConfig, head: HeadSizes) -> int | None:
+    """Returns the bytes of a head of a GGUF file or a quantized checkpoint whose blocks are kept,
+    or None for others. fc is unpacked (executor/models/draft_heads.py: JoinedLinear).
+    """
+    path, quantization = Path(draft.model), parse_quantization(draft.hf_config)
+    if not head.shapes or not _keeps_blocks(msgspec.structs.replace(config, model_config=draft)):
+        return None
+    if quantization is None and not is_gguf(path):
+        return None
+    _, _, target = parse_model(config.model_config.hf_config, config.model_config.model_impl)
+    names = find_head(path, target.num_hidden_layers)
+    shapes = {names.of(name): shape for name, shape in head.shapes.items()}
+    fc = names.of("fc.weight")
+    if is_gguf(path):
+        tensors = check_gguf_tensors(read_gguf(path), shapes, names.layer)
+        fc_bytes = prod(tensors.pop(fc).shape) * DTYPE_BYTES[draft.dtype]
+        num_bytes = weights_in_memory(tensors, draft.dtype, keeps_blocks=True)
+        return num_bytes + fc_bytes + head.wider_bytes(draft.dtype)
+    del shapes[fc]
+    assert quantization is not None
+    saved = saved_bytes(shapes, quantization, DTYPE_BYTES[draft.dtype])
+    return head.weights_bytes(draft.dtype) - saved
 
 
 def weights_in_engine(config: EngineConfig, sizes: ModelSizes) -> tuple[int, bool]:
@@ -413,12 +441,8 @@ def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
     multiplied as they are, or None for others. The engine's LayerFactory.keeps_blocks decides the
     same.
     """
-    device, model_config = config.device_config, config.model_config
-    if (
-        (model_config.dtype, model_config.quantization) != ("bfloat16", None)
-        or (device.device, device.cpu_isa != "none") != ("cpu", True)
-        or device.kernels.get("pack_gguf_linear") == "reference"
-    ):
+    model_config = config.model_config
+    if not _keeps_blocks(config):
         return None
     shapes = (
         dict(sizes.shapes)
@@ -427,7 +451,8 @@ def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
     )
     if is_gguf(path := Path(model_config.model)):
         tensors = check_gguf_tensors(read_gguf(path), shapes)
-        return weights_in_memory(tensors, model_config.dtype, keeps_blocks=True)
+        num_bytes = weights_in_memory(tensors, model_config.dtype, keeps_blocks=True)
+        return num_bytes + sizes.wider_bytes(model_config.dtype)
     quantization = parse_quantization(model_config.hf_config)
     if quantization is None:
         return None
@@ -436,6 +461,16 @@ def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
     dense = sizes.weights_bytes(model_config.dtype)
     saved = saved_bytes(shapes, quantization, DTYPE_BYTES[model_config.dtype])
     return dense - saved if saved else None
+
+
+def _keeps_blocks(config: EngineConfig) -> bool:
+    """Whether the engine multiplies blocks of files as they are, where there are any."""
+    device, model_config = config.device_config, config.model_config
+    return (
+        (model_config.dtype, model_config.quantization) == ("bfloat16", None)
+        and (device.device, device.cpu_isa != "none") == ("cpu", True)
+        and device.kernels.get("pack_gguf_linear") != "reference"
+    )
 
 
 def check_cache(args: EngineArgs, plan: Plan) -> str:

@@ -21,6 +21,7 @@ from ..errors import ModelLoadError
 from .architectures import PRE_NORMS, Architecture
 from .checkpoint import find_weight_files, read_header
 from .decoder_config import DecoderConfig, LayerConfig, parse_decoder_config
+from .gguf import is_gguf, read_gguf
 
 # keys of layers; a head sees the whole context
 _OF_LAYERS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
@@ -46,7 +47,7 @@ def known_names(num_layers: int) -> list[HeadNames]:
     """The names of MiMo, of DeepSeek and GLM, and of Qwen. The model has `num_layers` layers;
     DeepSeek and GLM number the head's layer after them.
     """
-    mimo, glm = "model.mtp_layers.0", f"model.layers.{num_layers}"
+    mimo = "model.mtp_layers.0"
     return [
         HeadNames(
             f"{mimo}.input_proj",
@@ -56,7 +57,7 @@ def known_names(num_layers: int) -> list[HeadNames]:
             mimo,
             is_hidden_first=True,
         ),
-        HeadNames(f"{glm}.eh_proj", f"{glm}.enorm", f"{glm}.hnorm", f"{glm}.shared_head.norm", glm),
+        _of_deepseek(num_layers),
         HeadNames(
             "mtp.fc",
             "mtp.pre_fc_norm_embedding",
@@ -67,10 +68,22 @@ def known_names(num_layers: int) -> list[HeadNames]:
     ]
 
 
+def _of_deepseek(num_layers: int) -> HeadNames:
+    layer = f"model.layers.{num_layers}"
+    norms = f"{layer}.enorm", f"{layer}.hnorm", f"{layer}.shared_head.norm"
+    return HeadNames(f"{layer}.eh_proj", *norms, layer)
+
+
 def find_head(directory: Path, num_layers: int) -> HeadNames:
-    """Finds the names that safetensors files use; see known_names. Raises ModelLoadError where they
-    have no head, and for files that cannot be read.
+    """Finds the names that safetensors files use; see known_names. Tensors of a GGUF file, whose
+    path `directory` is, have those of DeepSeek (gguf_architectures.py). Raises ModelLoadError where
+    there is no head, and for files that cannot be read.
     """
+    if is_gguf(directory):
+        fc = f"blk.{num_layers}.nextn.eh_proj.weight"
+        if fc in read_gguf(directory).tensors:
+            return _of_deepseek(num_layers)
+        raise ModelLoadError(f"{directory}: has no head for multi-token prediction ({fc})")
     stored = {name for path in find_weight_files(directory) for name in read_header(path)}
     known = known_names(num_layers)
     for names in known:

@@ -49,10 +49,13 @@ _HALVES = {
 }
 
 
-def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str, GGUFTensor]:
+def check_gguf_tensors(
+    file: GGUFFile, shapes: dict[str, list[int]], of_head: str = ""
+) -> dict[str, GGUFTensor]:
     """Returns the file's tensors by the model's names (parts_in_files), in the order of the file's
     bytes, after a check that all agree with the model. `shapes` has every tensor that must be
-    there. Layers that only predict tokens ahead are left out.
+    there. Layers that only predict tokens ahead are left out; or, for a head, which is the layer
+    `of_head`, all others.
 
     Raises ModelLoadError, naming file and tensor, for an architecture whose names are unknown, a
     tensor that is missing or unexpected, a wrong shape, and a type that cannot be read.
@@ -68,9 +71,10 @@ def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str
     for tensor in sorted(file.tensors.values(), key=lambda t: (t.path, t.offset)):
         if tensor.name == ROPE_FACTORS or tensor.name in LONG_ROPE_FACTORS:
             continue  # read_rope_factors reads it for the configuration
-        if is_draft(tensor.name):
-            continue
         name = architecture.model_name(tensor.name)
+        is_own = name is not None and name.startswith(f"{of_head}.")
+        if not is_own if of_head else is_draft(tensor.name):
+            continue
         names = [] if name is None else experts.get(name, [name])
         if name is not None and name not in shapes and ".qkv_proj." in name:
             names = [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from quire import LLM, SamplingParams
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
+from quire.tests.gguf_hybrids import write_hybrid_gguf
 from quire.tests.mtp_checkpoints import QWEN, TorchHead, save_with_head
 from quire.tests.tiny_models import save_tiny_model
 from safetensors.torch import load_file, save_file
@@ -149,3 +150,18 @@ def test_models_whose_heads_are_unknown_are_refused_by_name(kind, tmp_path):
     ) as found:
         make_llm(directory)
     assert found.value.parameter == "speculative_config"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_gguf_file_has_the_same_head(kind, checkpoint, tmp_path):
+    path = tmp_path / "m.gguf"
+    write_hybrid_gguf(path, checkpoint(kind))
+    found = answers(path)
+    assert found == answers(checkpoint(kind)) and found[1] > 4
+
+
+def test_a_gguf_file_without_a_head_is_refused(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_hybrid_gguf(path, save_tiny_model(tmp_path / "model", "qwen3_5_text"))
+    with pytest.raises(ModelLoadError, match=r"no head for .* \(blk\.4\.nextn\.eh_proj\.weight"):
+        make_llm(path)

@@ -29,7 +29,9 @@ from quire.ipc.errors import NotEnoughMemoryError
 from quire.ipc.models.memory_plan import free_of_share
 from quire.tests.bundled_model.heads import trained
 from quire.tests.executor.driver import start_executor
+from quire.tests.executor.weights.test_gguf import needs_native
 from quire.tests.frontend.cli.command import call
+from quire.tests.gguf_hybrids import write_hybrid_gguf
 from quire.tests.mtp_checkpoints import save_with_head
 from quire.tests.tiny_encoders import save_tiny_encoder
 from quire.tests.tiny_models import GEMMA4_EXPERTS, save_tiny_model
@@ -126,12 +128,17 @@ def test_the_engine_allocates_what_the_plan_predicts(
         ("qwen3_5_moe_text", {"quantization": "int8", "kernels": SLOW, "dtype": "float32"}),
         ("glm4_moe_lite", {"dtype": "bfloat16"}),
         ("eagle3", {"max_num_seqs": 7, "max_num_batched_tokens": 100}),
+        pytest.param("gguf", {"dtype": "bfloat16"}, marks=needs_native),
     ],
 )
 def test_heads_that_draft_are_counted(kind: str, arguments: dict[str, Any], tmp_path: Path) -> None:
     drafting: dict[str, Any] = {"method": "mtp"}
     if kind == "eagle3":
         model, drafting = "bundled", {"method": kind, "model": trained(kind)}
+    elif kind == "gguf":
+        checkpoint = save_with_head(tmp_path, "qwen3_5_text", linear_value_head_dim=16)
+        model = str(tmp_path / "m.gguf")
+        write_hybrid_gguf(Path(model), checkpoint, "Q8_0")
     else:
         model = str(save_with_head(tmp_path, kind))
     arguments = arguments | {"speculative_config": drafting | {"adaptive": False}}

@@ -49,9 +49,9 @@ OPERATIONS = (
     "relu",
     "relu_squared",
     "gelu_and_mul",
-    "encoder_attention",
 )  # what a model may be made of
 LORA_OPERATIONS = ("add_lora", "add_lora_embedding")  # if its layers take adapters
+ENCODER_OPERATIONS = ("encoder_attention",)  # if no layer has a KV cache
 # if it has layers that keep states
 STATE_OPERATIONS = "short_conv", "gated_delta_rule", "selective_scan", "gated_rms_norm"
 TRIED_TOKENS = 5  # of the prompt that a program is checked with; fits in one block
@@ -170,6 +170,7 @@ def _is_native(model: Model, ops: OpTable) -> bool:
         return False
     operations = OPERATIONS + model.head_operations
     operations += () if model.adapter_rows is None else LORA_OPERATIONS
+    operations += () if model.attention_layers() else ENCODER_OPERATIONS
     operations += STATE_OPERATIONS if model.state_layers() else ()
     others = [f"{op}={ops.chosen[op]}" for op in operations if op not in ops.native]
     if len(others) == len(operations):

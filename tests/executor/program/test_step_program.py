@@ -184,6 +184,13 @@ def test_a_mixed_table_runs_op_by_op_and_logs_it(op, tiny, logged):
     assert outputs(executor) == expected
 
 
+@needs_native
+def test_a_decoder_needs_no_attention_of_encoders(tiny, logged):
+    executor = start_executor(tiny("qwen2"), kernels={"encoder_attention": "cpu"})
+    assert executor.runner.program is not None
+    assert not any("operation by operation" in line for line in logged())
+
+
 @pytest.mark.parametrize(
     "arguments", [{"cpu_isa": "none"}, {"kernels": dict.fromkeys(OPERATIONS, "reference")}], ids=str
 )

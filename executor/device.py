@@ -244,16 +244,23 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     )
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, huge_pages: bool = False
+) -> torch.Tensor:
     """A large zeroed tensor.
 
     On a CPU its pages are the kernel's zero pages: only the pages that are written take memory and
-    time.
+    time. huge_pages: they are of 2 MiB where the system has such.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
+    if huge_pages and hasattr(mmap, "MAP_PRIVATE"):  # shared memory has none
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        platform_tuning.use_huge_pages(memory)
+    else:
+        memory = mmap.mmap(-1, num_bytes)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 ALIGNMENT = 16  # bytes: what a kernel loads at once

@@ -36,10 +36,11 @@ class StateMemory:
 
     def allocate(self, layers: Sequence[StateLayer], num_places: int) -> None:
         """Allocates zeroed places and binds them to the layers. Pages of a CPU's memory are taken
-        when they are written.
+        when they are written; they are huge, since a step reads a few rows of each layer's part of
+        each place.
         """
         shape = num_places, self.place_bytes
-        self._memory = devices.zeros(shape, torch.uint8, self._device)
+        self._memory = devices.zeros(shape, torch.uint8, self._device, huge_pages=True)
         self.bind(layers)
 
     def bind(self, layers: Sequence[StateLayer]) -> None:

@@ -38,6 +38,7 @@ constexpr Kernels KERNELS;
 #include "rotary.inl"
 #include "sampling.inl"
 #include "ranks.inl"
+#include "gates.inl"
 #include "states.inl"
 
 // In the order of Op.

@@ -1,84 +1,6 @@
-// Layers that keep a state (kernels/states.py), and what stands between them. One thread computes
-// a part of a state for all tokens of a request, one token after another, in an order of sums that
-// depends on the sizes alone: bits depend neither on how a prompt is cut nor on threads.
-
-// ------------------------------------------------------------ gates
-
-// Calls function(activation), an activation of Vec.
-template <typename Function>
-void with_gate(int64_t gate, Function function) {
-    if (gate == GATE_SIGMOID) function([](Vec x) { return sigmoid(x); });
-    else if (gate == GATE_SILU) function([](Vec x) { return silu(x); });
-    else function([](Vec x) { return x; });
-}
-
-template <typename T, typename Activation>
-void multiply_rows(const Multiply& a, int64_t rows, const Worker& worker, Activation activation) {
-    const int64_t count = rows * a.heads, piece = piece_of_rows(a.size);
-    for (int64_t start; (start = worker.next(ceil_div(count, piece)) * piece) < count;)
-        for (int64_t i = start; i < std::min(start + piece, count); i++) {
-            const int64_t row = i / a.heads, head = i % a.heads;
-            const T* x = (const T*)a.x + row * a.x_row + head * a.x_head;
-            const T* gate = (const T*)a.gate + row * a.gate_row + head * a.gate_head;
-            T* out = (T*)a.out + i * a.size;
-            const bool is_shared = a.gate_size != a.size;
-            const Vec shared = activation(Vec(Number<T>::get(*gate)));
-            for (int64_t k = 0; k < a.size; k += Vec::LANES) {
-                const int64_t left = a.size - k;
-                const Vec factor = is_shared ? shared : activation(load_some(gate + k, left));
-                store_some(load_some(x + k, left) * factor, out + k, left);
-            }
-        }
-}
-
-void multiply(const Call& call, const Step& step, const Worker& worker) {
-    const Multiply& a = (const Multiply&)call;
-    with_gate(a.activation, [&](auto activation) {
-        FOR_DTYPE(call.dtype, multiply_rows<T>(a, rows_of(call, step), worker, activation));
-    });
-}
-
-// wide [size] is overwritten.
-template <typename T, typename W>
-void gated_norm_group(const T* x, const T* gate, const W* weight, T* out, const GatedRmsNorm& a,
-                      float* wide) {
-    const int64_t size = a.group_size;
-    Vec sum;
-    for (int64_t i = 0; i < size; i += Vec::LANES) {
-        Vec v = load_some(x + i, size - i);
-        if (a.gate_first) v = v * silu(load_some(gate + i, size - i));
-        v.store(wide + i);
-        sum = Vec::fma(v, v, sum);
-    }
-    const Vec factor(1.0f / std::sqrt(sum.sum() / (float)size + (float)a.eps));
-    for (int64_t i = 0; i < size; i += Vec::LANES) {
-        Vec v = Vec::load(wide + i) * factor;
-        if (!a.gate_first) v = Number<T>::round(v);
-        v = v * load_some(weight + i, size - i);
-        if (!a.gate_first) v = v * silu(load_some(gate + i, size - i));
-        store_some(v, out + i, size - i);
-    }
-}
-
-template <typename T, typename W>
-void gated_norm_rows(const GatedRmsNorm& a, int64_t rows, const Worker& worker) {
-    const int64_t groups = a.size / a.group_size, count = rows * groups,
-                  piece = piece_of_rows(a.group_size);
-    float* wide = (float*)worker.scratch(round_up(a.group_size, Vec::LANES) * sizeof(float));
-    for (int64_t start; (start = worker.next(ceil_div(count, piece)) * piece) < count;)
-        for (int64_t i = start; i < std::min(start + piece, count); i++) {
-            const int64_t row = i / groups, first = i % groups * a.group_size;
-            const W* weight = (const W*)a.weight + (a.weight_size == a.size ? first : 0);
-            gated_norm_group((const T*)a.x + row * a.x_row + first,
-                             (const T*)a.gate + row * a.gate_row + first, weight,
-                             (T*)a.out + row * a.size + first, a, wide);
-        }
-}
-
-void gated_rms_norm(const Call& call, const Step& step, const Worker& worker) {
-    const GatedRmsNorm& a = (const GatedRmsNorm&)call;
-    FOR_DTYPES(a, (gated_norm_rows<T, W>(a, rows_of(call, step), worker)));
-}
+// Layers that keep a state (kernels/states.py). One thread computes a part of a state for all tokens
+// of a request, one token after another, in an order of sums that depends on the sizes alone: bits
+// depend neither on how a prompt is cut nor on threads.
 
 // ------------------------------------------------------------ states of requests
 
@@ -287,6 +209,15 @@ void prepare_delta(const GatedDeltaRule& a, int64_t head, int64_t begin, int64_t
     const int64_t of_key =
         a.is_interleaved ? head % a.key_heads : head / (a.value_heads / a.key_heads);
     const float scale = 1.0f / std::sqrt((float)a.key_size);
+    const auto ask_for = [&](const T* x, int64_t size) {
+        for (int64_t i = 0; i < size; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(x + i, 0, 2);
+    };
+    // the rows of other tokens are far away, and a token's sums wait for its value
+    for (int64_t token = begin; end - begin > 1 && token < end; token++) {
+        ask_for((const T*)a.key + token * a.key_row + of_key * a.key_head, a.key_size);
+        ask_for((const T*)a.query + token * a.query_row + of_key * a.query_head, a.key_size);
+        ask_for((const T*)a.value + token * a.value_row + head * a.value_head, a.value_size);
+    }
     for (int64_t token = begin; token < end; token++) {
         float *key = to.key + (token - begin) * a.key_size,
               *query = to.query + (token - begin) * a.key_size;

@@ -1,6 +1,6 @@
-// Layers that keep a state (kernels/states.py). One thread computes a part of a state for all tokens
-// of a request, one token after another, in an order of sums that depends on the sizes alone: bits
-// depend neither on how a prompt is cut nor on threads.
+// Layers that keep a state (kernels/states.py). One thread computes a part of a state for all
+// tokens of a request, one token after another, in an order of sums that depends on the sizes
+// alone: bits depend neither on how a prompt is cut nor on threads.
 
 // ------------------------------------------------------------ states of requests
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 # The repository root holds packages named core, ipc and kernels. On sys.path they would shadow
@@ -15,6 +16,10 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 # that on to those that they start. Tests of Ctrl-C need programs that it interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A time limit of each example would measure the other programs of the machine.
+settings.register_profile("quire", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("quire")
 
 # OpenMP's wait policy is fixed when torch is first imported, and tests may import torch before the
 # engine does.

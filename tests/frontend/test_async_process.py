@@ -16,7 +16,7 @@ from quire.tests.fake_engine import COMMAND, stop
 from quire.tests.frontend.tiny_tokenizers import text_config
 
 STEP_S = 0.02
-ABORT_STEP_S = 0.06
+ABORT_STEP_S = 0.15
 ENDLESS = SamplingParams(
     temperature=0, max_tokens=None, ignore_eos=True, output_kind=RequestOutputKind.DELTA
 )

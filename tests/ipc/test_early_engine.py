@@ -9,7 +9,7 @@ import pytest
 from quire.frontend.clients.mp_client import MPClient
 from quire.frontend.engine_args import EngineArgs
 from quire.ipc.early_engine import early_engine, take_early_engine
-from quire.tests.fake_engine import open_blocking
+from quire.tests.fake_engine import open_blocking, wait_until
 
 
 def children() -> list[psutil.Process]:
@@ -20,6 +20,7 @@ def test_the_next_start_takes_it():
     before = children()
     with early_engine("process", {"max_message_bytes": 2**24}):
         (process,) = [child for child in children() if child not in before]
+        wait_until(process.cmdline)  # while a process starts, the kernel shows nothing
         assert "--import-early" in process.cmdline()
         config = EngineArgs(max_message_bytes=2**24).create_engine_config()
         client = open_blocking(MPClient.start(config))

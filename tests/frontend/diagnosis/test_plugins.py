@@ -34,7 +34,7 @@ def test_what_each_registers_and_what_is_wrong(site) -> None:
     install_plugin(site, REGISTERS, module="fast_kernels", name="fast")
     install_plugin(site, "", module="no_kernels", name="silent")
     install_plugin(site, "import not_there", module="old_kernels", name="old")
-    found = {finding.name: finding for finding in check_plugins()}
+    found = {finding.name: finding for finding in check_plugins(timeout_s=100)}
     assert {name: finding.status for name, finding in found.items()} == {
         "plugin fast": "pass",
         "plugin silent": "warn",

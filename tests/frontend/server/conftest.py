@@ -36,7 +36,7 @@ def running_server(
             return os.pread(log.fileno(), 10**6, 0).decode()
 
         try:
-            with httpx.Client(base_url=address_in(read_log, process), timeout=60) as client:
+            with httpx.Client(base_url=address_in(read_log, process), timeout=200) as client:
                 client.process, client.log = process, read_log
                 if wait:
                     wait_until_ready(client)

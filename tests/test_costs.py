@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -42,6 +43,26 @@ COMPILERS = {
     "pandas",
     "scipy",
 }
+# what a model of Llama's kind in safetensors files does not need
+OF_OTHER_FAMILIES = {
+    "quire.executor.models.mamba",
+    "quire.executor.models.recurrent",
+    "quire.executor.weights.gguf",
+    "quire.ipc.models.gemma_config",
+    "quire.ipc.models.gguf_architectures",
+    "quire.ipc.models.gguf_config",
+    "quire.ipc.models.gguf_families",
+    "quire.ipc.models.gguf_hybrids",
+    "quire.ipc.models.gguf_pre_tokenizers",
+    "quire.ipc.models.gguf_tokenizer",
+    "quire.ipc.models.gguf_weights",
+    "quire.ipc.models.lfm_families",
+    "quire.ipc.models.mamba_config",
+    "quire.ipc.models.mamba_families",
+    "quire.ipc.models.merge_cache",
+    "quire.ipc.models.mixers",
+    "quire.ipc.models.qwen_families",
+}
 MAX_FRONTEND_MIB = 120
 GENERATE = """
 import json, os, sys, psutil
@@ -54,6 +75,7 @@ with LLM(engine="process") as llm:
 num_outputs = len(outputs) + len(chat)
 print(json.dumps({"modules": sorted(sys.modules), "rss": rss, "num_outputs": num_outputs}))
 """
+INPROC = GENERATE.replace('engine="process"', 'engine="inproc"')
 
 
 def run_python(code: str) -> str:
@@ -195,9 +217,34 @@ def test_frontend_is_light_and_never_imports_torch() -> None:
     assert result["rss"] < MAX_FRONTEND_MIB * 2**20
 
 
+def test_a_plain_start_imports_no_other_family() -> None:
+    loaded = set(json.loads(run_python(INPROC).splitlines()[-1])["modules"])
+    assert {name for name in OF_OTHER_FAMILIES if find_spec(name) is None} == set()
+    assert loaded & OF_OTHER_FAMILIES == set()
+
+
+@pytest.mark.parametrize(
+    ("modules", "later"),
+    [
+        # until an engine's process starts
+        ("quire.frontend.cli.generate, quire.ipc.early_engine", {"asyncio", "psutil", "numpy"}),
+        # until that process begins to load torch's libraries
+        (
+            "quire.core.engine_proc",
+            {"asyncio", "psutil", "numpy", "quire.core.engine_core", "importlib.metadata"},
+        ),
+    ],
+)
+def test_what_a_start_waits_for_imports_little(modules: str, later: set[str]) -> None:
+    code = f"import sys, json, {modules}; print(json.dumps(sorted(sys.modules)))"
+    loaded = set(json.loads(run_python(code)))
+    assert loaded & (later | {"torch", "tokenizers"}) == set()
+    prefixes = "quire.frontend.clients", "quire.frontend.requests", "quire.executor.models"
+    assert [name for name in loaded if name.startswith(prefixes)] == []
+
+
 def test_an_in_process_engine_loads_no_compiler() -> None:
-    code = GENERATE.replace('engine="process"', 'engine="inproc"')
-    loaded = set(json.loads(run_python(code).splitlines()[-1])["modules"])
+    loaded = set(json.loads(run_python(INPROC).splitlines()[-1])["modules"])
     assert "torch" in loaded and loaded & COMPILERS == set()
 
 

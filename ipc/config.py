@@ -8,7 +8,6 @@ Must not know: files on disk, torch, or how a value is used. frontend/engine_arg
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_origin
 
@@ -434,8 +433,7 @@ class EngineConfig(Section, frozen=True):
         return self.scheduler_config.max_num_seqs * self.device_config.data_parallel_size
 
 
-@dataclass(frozen=True)
-class ConfigField:
+class ConfigField(msgspec.Struct, frozen=True):
     """One setting."""
 
     name: str

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from ...ipc.config import ConfigField, config_fields
 from ...ipc.errors import InvalidParameterError
@@ -58,8 +58,7 @@ NOT_SAMPLING_FLAGS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Flag:
+class Flag(msgspec.Struct, frozen=True):
     """One field as a flag.
 
     `type` is the field's annotation. `default` is for display only: a flag that is not given sets

@@ -11,8 +11,10 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from msgspec.structs import replace
 
 from ...ipc.checks import closest
 from ..arguments.vllm_arguments import spelled

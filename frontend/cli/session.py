@@ -6,7 +6,6 @@ Must not know: prompts, what is printed.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from ...ipc.config import config_fields
 from ...ipc.errors import InvalidParameterError
@@ -42,7 +42,7 @@ def session_flags(without: tuple[str, ...] = ()) -> list[Flag]:
     """
     random_seed = {"default": "random", "help": SEED_HELP, "decided_later": True}
     return [
-        dataclasses.replace(flag, **random_seed) if flag.name == "seed" else flag
+        replace(flag, **random_seed) if flag.name == "seed" else flag
         for flag in engine_flags(without=without)
     ] + [ENGINE, LORA]
 
@@ -52,7 +52,7 @@ def request_flags(**defaults: Any) -> list[Flag]:
     defaults shown. The model may recommend other values.
     """
     return [
-        dataclasses.replace(flag, decided_later=True, default=defaults.get(flag.name, flag.default))
+        replace(flag, decided_later=True, default=defaults.get(flag.name, flag.default))
         for flag in sampling_flags()
         if flag.name != "seed"
     ]

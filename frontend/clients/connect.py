@@ -78,12 +78,12 @@ async def start_client(
         return await start_replicas(config, on_progress)
     from .mp_client import MPClient
 
-    client = await MPClient.start(config, engine, on_progress)
     if not replaces_engines(config):
-        return client
-    try:
-        from ..supervision.supervised_client import SupervisedClient
+        return await MPClient.start(config, engine, on_progress)
+    from ..supervision.supervised_client import SupervisedClient
 
+    client = await MPClient.start(config, engine, on_progress)
+    try:
         if config.service_config.standby:
             from ..supervision.standby import check_memory
 

@@ -11,9 +11,11 @@ None into the prompt. Rendering is more reliable than searching the template's t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from . import chat_messages as forms
 
@@ -51,8 +53,7 @@ RESULT = {
 }
 
 
-@dataclass(frozen=True)
-class TemplateTraits:
+class TemplateTraits(msgspec.Struct, frozen=True):
     takes_tools: bool  # it writes the tools into the prompt
     writes_calls: bool  # it writes the calls of earlier turns
     arguments_as_text: bool = False

@@ -9,7 +9,8 @@ from typing import Any
 from quire.frontend.engine_args import EngineArgs
 
 KV_CACHE_BYTES = 2**30  # of one engine on a GPU, which several test processes share
-_VARIABLE = "QUIRE_TEST_DEVICE"  # programs that a test starts know it, too
+# Programs that a test starts know it, too. A name with QUIRE_ would be one of a setting.
+_VARIABLE = "DEVICE_OF_TESTS"
 
 
 def engine_device() -> str:

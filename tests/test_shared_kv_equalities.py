@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from quire.executor.program.narrowed import NarrowedForward
 from quire.kernels.cpu.native.library import library
 from quire.tests.client_forms import closing, make_engine
 from quire.tests.test_bit_equalities import assert_same_bits, name_of, run
@@ -60,6 +61,8 @@ def expected(common, jobs):
 @pytest.mark.parametrize("settings", SETTINGS, ids=name_of)
 def test_no_setting_changes_a_bit(common, jobs, expected, settings):
     with closing(make_engine(**common | settings)) as engine:
+        executor = engine.client._engine.core.executor
+        assert isinstance(executor.runner.run_pass, NarrowedForward)
         assert_same_bits(jobs, run(engine, jobs), expected)
         cold = engine.call_utility("get_metrics")
         assert (cold["num_preemptions"] > 0) == (settings.items() >= FEW.items())

@@ -94,7 +94,8 @@ def assemble(
     """
     batch, forward = state.batch, forward or OpByOp(model, ops)
     run_pass = _around(forward, model, is_divided)
-    if sections is not None and speculation is None:
+    is_observed = speculation is not None and speculation.drafter.sees_every_pass
+    if sections is not None and not is_observed:
         run_pass = NarrowedForward(run_pass, sections, partial(_reads_all, batch))
     scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size, model.adapter_rows)
     special = SpecialRows(batch, Sampler(ops), state.grammars, scorer, pooler)

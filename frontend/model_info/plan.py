@@ -194,8 +194,7 @@ def make_plan(
     free = memory.total_bytes - memory.withheld_bytes - weights_bytes - runtime_bytes - step_bytes
     cache = _Cache(config, sizes, draft_block_bytes)
     room = _measure_room(config, cache, free // size)
-    is_exact = memory_bytes is not None and not memory.is_gpu  # on a GPU the engine measures it
-    flags = _flags(config, room.longest, room.cache_bytes if is_exact else None, given or {})
+    flags = _flags(config, room, given or {}, memory_bytes is not None and not memory.is_gpu)
     as_bfloat16 = _flags_as_bfloat16(args, config, room.longest, memory_bytes, given or {})
     return Plan(
         model=args.model,
@@ -577,11 +576,13 @@ def _check_supported(config: EngineConfig, head_dim: int) -> None:
         )
 
 
-def _flags(
-    config: EngineConfig, longest: int, kv_cache_bytes: int | None, given: dict[str, Any]
-) -> list[str]:
-    if not longest:
+def _flags(config: EngineConfig, room: _Room, given: dict[str, Any], is_named: bool) -> list[str]:
+    """Returns the flags with which the engine starts. is_named: the memory of another machine is,
+    so that they give the cache's bytes. A GPU's engine measures them.
+    """
+    if not (longest := room.longest):
         return []
+    kv_cache_bytes = room.cache_bytes if is_named else None
     flags: dict[str, Any] = {name: value for name, value in given.items() if name not in NOT_COPIED}
     if resolved(config.model_config.max_model_len) > longest:
         flags["max_model_len"] = round_down(longest) if kv_cache_bytes is None else longest

@@ -60,6 +60,7 @@ def route_experts(
     num_groups: int,
     top_groups: int,
     group_best: int = 2,
+    added: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     """Chooses the experts of each token: logits [T, E] fp32 -> ids [T, K] i32, all different, and
     weights [T, K] fp32; K = top_k.
@@ -69,7 +70,8 @@ def route_experts(
     [E] fp32 counts for the choice alone (Wang et al. 2024). With num_groups > 1 the experts form
     groups of E / num_groups >= 2 neighbours, and only the top_groups groups take part whose
     group_best largest score + bias have the largest sum: 2 of them (DeepSeek-V3), or 1 (V2). The
-    weights are the chosen scores, divided by their sum plus 1e-20 if `renormalize`, times `scale`.
+    weights are the chosen scores, divided by their sum plus `added` if `renormalize`, times
+    `scale`.
 
     Softmax with `renormalize` is also the softmax of the K largest logits (gpt-oss). A row with NaN
     gives arbitrary ids, all different, in [0, E); other rows are not affected.

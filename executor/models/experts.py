@@ -128,6 +128,7 @@ class MixtureOfExperts:
             config.num_groups,
             config.top_groups,
             config.names.group_best,
+            config.names.added,
         )
         self.ops.count_experts(ids, self.routed.slots, self.routed.counts)
         return ids, weights

@@ -726,6 +726,7 @@ ARCHITECTURES |= {
             scoring="sigmoid",
             correction="expert_bias",
             scale="routed_scaling_factor",
+            added=1e-6,
             block="feed_forward",
             gate="w1",
             up="w3",

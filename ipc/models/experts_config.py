@@ -74,6 +74,7 @@ class ExpertsFormat(msgspec.Struct, frozen=True):
     top_groups: str | None = None
     latent_size: str | None = None
     group_best: int = 2  # as in route_experts
+    added: float = 1e-20  # to the sum of a token's scores, as in route_experts
     grouped: tuple[str, str] | None = None
     block: str = "mlp"
     router: str = "gate"

@@ -19,7 +19,6 @@ ACTIVATIONS = {
     "gelu_tanh": gelu_tanh_and_mul,
     "relu_squared": relu_squared,
 }
-LEAST_SUM = 1e-20  # added to the sum of scores
 
 
 @register("route_experts", name="reference", priority=0)
@@ -33,6 +32,7 @@ def route_experts(
     num_groups: int,
     top_groups: int,
     group_best: int = 2,
+    added: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     scores = {"softmax": lambda: logits.softmax(-1), "sigmoid": logits.sigmoid}[scoring]()
     # The order of logits is that of scores, but has no ties by rounding.
@@ -46,7 +46,7 @@ def route_experts(
     ids = choice.sort(descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(1, ids)
     if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+        weights = weights / (weights.sum(-1, keepdim=True) + added)
     return ids.int(), weights * scale
 
 

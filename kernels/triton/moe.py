@@ -26,13 +26,12 @@ ROWS = 64  # pairs of a tile: the least of Hopper's widest products
 COLUMNS, DEPTH = 64, 64  # outputs of a program, and inputs per step
 PAIRS, TILES = 128, 128  # pairs, and tiles, per step of align_kernel
 LOWEST = tl.constexpr(-3.0e38)  # a choice that is less than any, but not taken
-LEAST_SUM = tl.constexpr(1e-20)  # kernels/reference/moe.py
 ACTIVATIONS = ("silu", "gelu_tanh")
 CLAMPED, RELU_SQUARED = 3, 4
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-@triton.jit(do_not_specialize=["scale"])
+@triton.jit(do_not_specialize=["scale", "added"])
 def route_kernel(
     logits_ptr,
     bias_ptr,
@@ -40,6 +39,7 @@ def route_kernel(
     weights_ptr,
     row_stride,
     scale,
+    added,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -93,7 +93,7 @@ def route_kernel(
         weights = tl.where(slot == k, tl.sum(tl.where(expert == best, scores, 0.0), 0), weights)
         choice = tl.where(expert == best, float("-inf"), choice)
     if RENORMALIZE:
-        weights = weights / (tl.sum(weights, 0) + LEAST_SUM)
+        weights = weights / (tl.sum(weights, 0) + added)
     tl.store(ids_ptr + token * TOP_K + slot, ids, mask=slot < TOP_K)
     tl.store(weights_ptr + token * TOP_K + slot, weights * scale, mask=slot < TOP_K)
 
@@ -109,6 +109,7 @@ def route_experts(
     num_groups: int,
     top_groups: int,
     group_best: int = 2,
+    added: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     num_tokens, count = logits.shape
     ids = logits.new_empty(num_tokens, top_k, dtype=torch.int32)
@@ -121,6 +122,7 @@ def route_experts(
             weights,
             logits.stride(0),
             scale,
+            added,
             COUNT=count,
             BLOCK=triton.next_power_of_2(count),
             TOP_K=top_k,

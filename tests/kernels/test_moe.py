@@ -76,6 +76,18 @@ def test_sigmoid_with_bias_and_groups(
 
 
 @each("route_experts")
+def test_what_is_added_to_the_sum_counts_where_scores_are_small(route_experts):
+    """As LFM2-MoE divides."""
+    torch.manual_seed(2)
+    logits = torch.randn(9, 8) - 14
+    options: dict[str, Any] = {"top_k": 3, "scoring": "sigmoid", "renormalize": True, **PLAIN}
+    values, ids = logits.sigmoid().topk(3)
+    total = values.sum(-1, keepdim=True)
+    check(route_experts(logits, **options), ids, values / total)
+    check(route_experts(logits, **options, added=1e-6), ids, values / (total + 1e-6))
+
+
+@each("route_experts")
 def test_ties_take_the_lowest_id_and_nan_stays_in_its_row(route_experts):
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0], [torch.nan] * 4, [0.0, torch.nan, 1.0, 5.0]])
     for scoring in ("softmax", "sigmoid"):

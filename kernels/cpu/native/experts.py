@@ -57,6 +57,7 @@ def route_experts(
     num_groups: int,
     top_groups: int,
     group_best: int = 2,
+    added: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     _check_count(logits.shape[1])
     ids = empty(len(logits), top_k, dtype=torch.int32)
@@ -77,6 +78,7 @@ def route_experts(
         top_groups=top_groups,
         group_best=group_best,
         scale=scale,
+        added=added,
     )
     return ids, weights
 

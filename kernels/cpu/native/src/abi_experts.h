@@ -12,7 +12,7 @@ struct RouteExperts : Call {
     int32_t* ids;
     float* weights;
     int64_t logits_row, count, top_k, is_sigmoid, renormalize, num_groups, top_groups, group_best;
-    double scale;
+    double scale, added;
 };
 
 // Orders the pairs of row and expert, ids [rows, top_k], by expert: those of expert e have the

@@ -72,7 +72,7 @@ inline void route_row(const RouteExperts& a, const float* logits, int32_t* ids, 
     }
     for (int64_t k = 0; k < a.top_k; k++) sum += weights[k];
     for (int64_t k = 0; k < a.top_k; k++) {
-        if (a.renormalize) weights[k] /= sum + 1e-20f;
+        if (a.renormalize) weights[k] /= sum + (float)a.added;
         weights[k] = spoilt ? NAN : weights[k] * (float)a.scale;
     }
 }

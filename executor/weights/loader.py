@@ -246,16 +246,17 @@ def fill_with_random_weights(
     generator.manual_seed(seed)
     try:
         unfilled = dict(model.weights())
-        num_filled, num_elements = 0, sum(tensor.numel() for tensor in unfilled.values())
-        values = torch.empty(min(num_elements, _NUM_RANDOM)).normal_(0.0, 0.02)
+        # of the tensors as they are stored: ranks, which have parts of them, draw the same values
+        num_drawn, num_stored = 0, sum(math.prod(stored_shape(one)) for one in unfilled.values())
+        values = torch.empty(min(num_stored, _NUM_RANDOM)).normal_(0.0, 0.02)
         for name in list(unfilled):
             tensor = unfilled.pop(name)
             values = values.to(tensor.device)  # a GPU repeats them faster than they get there
             shape = stored_shape(tensor)
-            found = _repeated(values, num_filled % len(values), math.prod(shape)).view(shape)
-            num_filled += tensor.numel()
+            found = _repeated(values, num_drawn % len(values), math.prod(shape)).view(shape)
+            num_drawn += found.numel()
             fill(tensor, found + 1 if name.lower().endswith("norm.weight") else found)
-            report(_STAGE, num_filled / num_elements)
+            report(_STAGE, num_drawn / num_stored)
     finally:
         generator.set_state(state)
 

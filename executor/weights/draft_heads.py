@@ -21,7 +21,6 @@ from ...ipc.json_files import check_regular_file
 from ...ipc.models.draft_heads import HeadNames
 from ...ipc.models.gguf import is_gguf
 from ...ipc.models.quantization_config import CheckpointQuantization
-from .gguf import load_gguf_weights
 from .load_times import LoadTimes
 from .loader import Fill as LoaderFill
 from .loader import fill_from_safetensors
@@ -125,6 +124,8 @@ def load_mtp(
     """
     times, experts = LoadTimes(), head.config.experts
     if is_gguf(directory):
+        from .gguf import load_gguf_weights
+
         load_gguf_weights(head, directory, report, fill, times, names)
         return
     fill_from_safetensors(

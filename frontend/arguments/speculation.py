@@ -12,7 +12,6 @@ import msgspec
 
 from ...ipc.config import EngineConfig, ModelConfig, SpeculativeConfig, resolved
 from ...ipc.errors import InvalidParameterError, ModelLoadError
-from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.gguf import is_gguf
 from ...ipc.models.rope_config import model_context
 from ..model_info.model_files import find_model_directory, read_hf_config
@@ -119,6 +118,7 @@ def _check_mtp(directory: Path, target: ModelConfig) -> None:
     """
     # know all architectures, which a help text does not need
     from ...ipc.models.architectures import ARCHITECTURES
+    from ...ipc.models.decoder_config import DecoderConfig
     from ...ipc.models.draft_heads import find_head, why_no_head
     from ...ipc.models.fallback_architectures import parse_model
 

@@ -255,7 +255,7 @@ def test_a_tokenizer_that_cannot_be_read_for_now_is_no_fault_of_the_grammar(sett
         raise OSError(errno.EMFILE, "Too many open files")
 
     compiler = GrammarCompiler(*msgspec.structs.astuple(settings))
-    monkeypatch.setattr(Path, "read_text", fail)
+    monkeypatch.setattr(Path, "read_bytes", fail)
     with pytest.raises(OSError, match="Too many open files"):
         compiler.compile(FINE)
     monkeypatch.undo()

@@ -50,6 +50,7 @@ CONFIG_JSON = {
     "mlp_bias": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": None,
 }
 EMBEDDING = {"token_embd.weight": ((32, 64), "F16", bytes(32 * 64 * 2))}
 

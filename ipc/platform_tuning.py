@@ -15,6 +15,7 @@ import ctypes
 import gc
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 _LIBC = ctypes.CDLL(None)
@@ -44,6 +45,18 @@ def end_start() -> None:
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """No garbage is collected meanwhile. Unlike the rest of this module it is no tuning."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def prepare_for_streams(*, gives_way: bool = True) -> None:

@@ -13,7 +13,6 @@ tokens with a context of one and store nothing.
 
 from __future__ import annotations
 
-import gc
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from functools import partial
 
 import torch
 
+from ...ipc.platform_tuning import without_collections
 from ...kernels.ops import AttentionMetadata, StateRows, make_metadata
 from ...kernels.registry import OpTable
 from ..model import Model, padded, uncounted
@@ -241,14 +241,9 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         # A capture fails if anything else calls CUDA in its way: what other threads do does not
         # count, and no garbage collection may free another engine's memory meanwhile.
-        with torch.cuda.graph(
+        capture = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            was_enabled = gc.isenabled()
-            gc.disable()
-            try:
-                results = function()
-            finally:
-                if was_enabled:
-                    gc.enable()
+        )
+        with capture, without_collections():
+            results = function()
         return graph.replay, results

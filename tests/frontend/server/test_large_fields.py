@@ -34,6 +34,7 @@ from quire.tests.frontend.server.scripted import TOOL_TEMPLATE, ScriptedEngine
 
 # ratio of the longest gap to that of an idle server; without the limits it is 500 and more
 MAX_RATIO = 100
+JSON = {"Content-Type": "application/json"}
 HI = [{"role": "user", "content": "hi"}]
 PART = {"type": "text", "text": "a"}
 ITEM = {"role": "user", "content": "a"}
@@ -157,13 +158,25 @@ def idle_gap_s(server: httpx.Client) -> float:
     return max(took)
 
 
+def ask_beside_others(
+    server: httpx.Client, path: str, body: bytes, idle_gap_s: float
+) -> httpx.Response:
+    """Return the answer, during which the server answered others. Of a few attempts the least
+    disturbed counts, since other programs delay answers, too.
+    """
+    for _ in range(4):
+        with polling_health(server) as took:
+            answer = server.post(path, content=body, headers=JSON)
+        print(f"\n{max(took) / idle_gap_s:.1f} times the idle gap, {1000 * max(took):.0f} ms")
+        if max(took) < MAX_RATIO * idle_gap_s:
+            return answer
+    raise AssertionError("others waited each time")
+
+
 @pytest.mark.parametrize("name", CORPUS)
 def test_a_large_field_is_refused_by_name(server, idle_gap_s, name) -> None:
     param, path, body = CORPUS[name]()
-    body = json.dumps(body).encode()
-    with polling_health(server) as took:
-        answer = server.post(path, content=body)
-    print(f"\n{name}: {max(took) / idle_gap_s:.1f} times the idle gap, {1000 * max(took):.0f} ms")
+    answer = ask_beside_others(server, path, json.dumps(body).encode(), idle_gap_s)
     assert answer.status_code == 400, answer.text[:300]
     error = answer.json()["error"]
     if path == "/api/chat":
@@ -172,17 +185,13 @@ def test_a_large_field_is_refused_by_name(server, idle_gap_s, name) -> None:
         assert param in error["message"]
     else:
         assert error["param"] == param, error
-    assert max(took) < MAX_RATIO * idle_gap_s
 
 
 @pytest.mark.parametrize("name", ALLOWED)
 def test_fields_within_the_limits_are_answered(server, idle_gap_s, name) -> None:
     path, body = ALLOWED[name]()
-    with polling_health(server) as took:
-        answer = server.post(path, json=body)
-    print(f"\n{name}: {max(took) / idle_gap_s:.1f} times the idle gap, {1000 * max(took):.0f} ms")
+    answer = ask_beside_others(server, path, json.dumps(body).encode(), idle_gap_s)
     assert answer.status_code == 200, answer.text[:300]
-    assert max(took) < MAX_RATIO * idle_gap_s
 
 
 def abandon(port: int, text: str) -> None:
@@ -448,7 +457,7 @@ def test_no_list_of_any_api_stops_the_server(full_state, server, idle_gap_s) -> 
             # a gap that another process caused does not repeat
             for _ in range(3):
                 with polling_health(server) as took:
-                    answer = server.post(path, content=body)
+                    answer = server.post(path, content=body, headers=JSON)
                 print(f"{1000 * max(took):.0f} ms {path} {name} {len(body)} {answer.text[:200]}")
                 assert answer.status_code in (200, 400), answer.text[:200]
                 if is_short := max(took) < MAX_GAP_S + 5 * idle_gap_s:

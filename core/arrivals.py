@@ -570,6 +570,11 @@ COMMON_RULES = (
         lambda r, limits: r.lora_request is None or limits.has_loras,
         lambda *_: "needs an engine that was started with enable_lora",
     ),
+    Rule(
+        "images",
+        lambda r, _: not r.images,
+        lambda *_: "must be empty: this model reads text only",
+    ),
     Rule("deadline", lambda r, _: is_finite(r.deadline), lambda *_: "must be a finite number"),
     Rule(
         "cache_salt",

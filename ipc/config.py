@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from .kv_events import KVEventsConfig
 from .models.pooling import PoolerConfig, Pooling
+from .models.vision_config import VisionConfig
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -138,6 +139,7 @@ class ModelConfig(ModelSettings, frozen=True):
 
     hf_config: dict[str, Any] = {}  # config.json with hf_overrides applied
     pooling: Pooling | None = None  # None: the model cannot pool
+    vision: VisionConfig | None = None  # None: the model reads no images
 
 
 class LoadConfig(Section, frozen=True, kw_only=True):
@@ -300,6 +302,51 @@ class LoRAConfig(Section, frozen=True, kw_only=True):
     ] = None
 
 
+class MultiModalConfig(Section, frozen=True, kw_only=True):
+    limit_mm_per_prompt: Annotated[
+        dict[str, int],
+        OF_FRONTEND,
+        'Most images in a prompt, such as {"image": 4}. Default: 16.',
+    ] = {}
+    mm_processor_kwargs: Annotated[
+        dict[str, Any],
+        OF_FRONTEND,
+        "Keys that replace those of the model's preprocessor_config.json, such as the most pixels "
+        "of an image.",
+    ] = {}
+    mm_processor_cache_gb: Annotated[
+        NonNegativeFloat,
+        OF_FRONTEND,
+        "Memory of the frontend for images that have been prepared, in GiB; 0: none.",
+    ] = 0.5
+    allowed_local_media_path: Annotated[
+        str, OF_FRONTEND, "Directory from which requests may name images as file:// URLs."
+    ] = ""
+    allowed_media_domains: Annotated[
+        list[str],
+        OF_FRONTEND,
+        "Hosts from which images may be fetched over http and https. Default: none; images come "
+        "with the request.",
+    ] = []
+    language_model_only: Annotated[
+        bool, "Do not load the encoder of a model that reads images."
+    ] = False
+    mmproj: Annotated[
+        str | None,
+        "GGUF file of the encoder of images beside a GGUF model. Default: the file mmproj-*.gguf "
+        "in the same directory, if there is one.",
+    ] = None
+    encoder_cache_tokens: Annotated[
+        PositiveInt | None,
+        "Rows of encoded images that the engine keeps, each in the place of one prompt token. "
+        "Default: 16384, or max_num_batched_tokens if it is more.",
+    ] = None
+    max_encoder_tokens: Annotated[
+        PositiveInt,
+        "Most rows of images that a step encodes, unless a single image has more.",
+    ] = 4096
+
+
 class DeviceSettings(Section, frozen=True, kw_only=True):
     device: Annotated[Literal["auto", "cpu", "cuda"], "Where the model runs."] = "auto"
     num_threads: Annotated[
@@ -424,6 +471,7 @@ class EngineConfig(Section, frozen=True):
     cache_config: CacheConfig = CacheConfig()
     scheduler_config: SchedulerConfig = SchedulerConfig()
     lora_config: LoRAConfig = LoRAConfig()
+    multimodal_config: MultiModalConfig = MultiModalConfig()
     device_config: DeviceConfig = DeviceConfig()
     service_config: ServiceConfig = ServiceConfig()
 

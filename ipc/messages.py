@@ -6,6 +6,7 @@ Must not know: sockets, torch, or who handles what. A receiver never changes a m
 from __future__ import annotations
 
 from enum import IntEnum
+from hashlib import sha256
 from typing import Annotated, Any
 
 import msgspec
@@ -64,6 +65,47 @@ class Array:
 # ---------------------------------------------------------------- frontend -> engine core
 
 
+class ImageItem(Message, frozen=True):
+    """One input of the encoder of images, and the prompt tokens whose places its rows take.
+
+    An image may be several items: tiles, and a smaller copy of the whole. Each is encoded by
+    itself. `spans` are ascending and do not overlap; they hold the model's placeholder. Their
+    lengths add up to the rows times the columns of `grid`, which is the encoder's result in reading
+    order. Between two spans of an item stand tokens such as the ends of its rows.
+    """
+
+    pixels: Array  # u1 [height, width, 3], RGB, already resized; the encoder normalizes
+    spans: list[tuple[int, int]]  # (index of the first prompt token, number of tokens)
+    grid: tuple[int, int]  # (rows, columns) of the encoder's result
+    # 32 bytes: equal where pixels and grid are equal. Cached blocks and encoded rows are found by
+    # it, and it is cryptographic, because the clients of a daemon share them.
+    digest: bytes
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the encoder returns."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def start(self) -> int:
+        """The index of the first prompt token whose place a row takes."""
+        return self.spans[0][0]
+
+    @property
+    def end(self) -> int:
+        """One more than the index of the last such token."""
+        first, count = self.spans[-1]
+        return first + count
+
+
+def digest_of(pixels: Array, grid: tuple[int, int]) -> bytes:
+    """The digest of an ImageItem."""
+    head = f"{pixels.dtype} {tuple(pixels.shape)} {tuple(grid)} ".encode()
+    digest = sha256(head)
+    digest.update(pixels.data)
+    return digest.digest()
+
+
 class EngineCoreRequest(Message, tag="add", frozen=True):
     """One request.
 
@@ -91,6 +133,7 @@ class EngineCoreRequest(Message, tag="add", frozen=True):
     # by time.monotonic(), which all processes of a machine share; then it ends. 0.0: none
     deadline: float = 0.0
     lora_request: LoRARequest | None = None  # the adapter; None: the model alone
+    images: list[ImageItem] = []  # ascending by the places of their rows
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -206,7 +249,7 @@ class TurnedAway(Message, tag="turned_away", frozen=True):
 
 # ---------------------------------------------------------------- engine core -> frontend
 
-PROTOCOL = 10
+PROTOCOL = 11
 
 
 class Hello(Message, tag="hello", frozen=True):

@@ -86,14 +86,14 @@ WITHOUT_EFFECT = _by_name(
             enable_mixed_moe_lora_format enable_moe_shared_loras enable_sleep_mode
         """,
         "it refines images and audio": """
-            allowed_local_media_path allowed_media_domains default_mm_loras
+            default_mm_loras
             disable_chunked_mm_input enable_mm_processor_stats enable_tower_connector_lora
-            interleave_mm_strings language_model_only limit_mm_per_prompt media_io_kwargs
+            interleave_mm_strings media_io_kwargs
             mm_device_do_normalize mm_encoder_attn_backend mm_encoder_attn_dtype
             mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_margin
             mm_encoder_fp8_scale_save_path mm_encoder_tp_mode mm_hasher_algorithm
-            mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type
-            mm_processor_device mm_processor_kwargs mm_shm_cache_max_object_size_mb
+            mm_ipc_gpu_memory_gb mm_processor_cache_type
+            mm_processor_device mm_shm_cache_max_object_size_mb
             mm_tensor_ipc skip_mm_profiling video_pruning_method video_pruning_rate
         """,
         "it concerns servers": "shutdown_timeout",
@@ -253,7 +253,7 @@ SWITCHES = frozenset(
     data_parallel_hybrid_lb data_parallel_multi_port_external_lb
     exclude_tools_when_tool_choice_none fail_on_environ_validation fully_sharded_loras grpc headless
     interleave_mm_strings jit_monitor_verbose kv_cache_metrics kv_sharing_fast_prefill
-    language_model_only log_error_stack mm_encoder_only numa_bind ray_workers_use_nsight
+    log_error_stack mm_encoder_only numa_bind ray_workers_use_nsight
     scheduler_reserve_full_isl specialize_active_lora tokens_only use_fp64_gumbel use_replayssm
     use_tqdm_on_load
     """

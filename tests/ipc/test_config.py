@@ -17,7 +17,7 @@ def test_flat_names_are_unique_and_complete() -> None:
         field.name for section in sections().values() for field in msgspec.structs.fields(section)
     ]
     assert len(names) == len(set(names))
-    internal = {"hf_config", "pooling", "data_parallel_rank", "cores", "expert_group"}
+    internal = {"hf_config", "pooling", "vision", "data_parallel_rank", "cores", "expert_group"}
     assert set(config_fields()) == set(names) - internal
     assert {field.section for field in config_fields().values()} == set(sections())
 

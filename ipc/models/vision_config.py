@@ -1,0 +1,31 @@
+"""The encoder of a model that reads images, as the model's files describe it.
+
+Must not know: pixels, tensors' values, requests, torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of the resolved configuration (ModelConfig.vision), so that frontend, core and executor
+    read one statement.
+    """
+
+    family: str  # such as "qwen3_vl", "gemma3", "pixtral": one processor and one encoder each
+    hidden_size: int  # of the text model: the width of a row
+    tower: dict[str, Any] = {}  # vision_config of config.json
+    # keys of the whole config.json beside its parts, such as those of a projector
+    whole: dict[str, Any] = {}
+    processor: dict[str, Any] = {}  # preprocessor_config.json, or its part of processor_config.json
+    image_token_id: int  # the placeholder that a row of the encoder replaces
+    # how many vectors a row has: one for the embedding, and one for each of the first layers of the
+    # text model whose input it is added to (deepstack)
+    num_vectors: int = 1
+    # rotary pairs that turn by time, row and column; empty: positions have one component
+    mrope_section: tuple[int, ...] = ()
+    # tokens of one image see each other, so that a step computes all of them or none
+    sees_whole_images: bool = False

@@ -100,7 +100,7 @@ def _make_right(tensors: dict[str, Tensor], layer: str, offset: float) -> None:
     size = len(tensors["model.norm.weight"])
     for name, tensor in tensors.items():
         if _OUTPUTS.search(name):
-            tensors[name] = tensor * (0.0 if name.startswith(layer) else 0.02)
+            tensors[name] = tensor * (0.01 if name.startswith(layer) else 0.02)
     tensors["fc"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
     tensors["token_norm"] = torch.full((size,), 1 - offset)
     tensors["head_norm"] = tensors["model.norm.weight"].clone()

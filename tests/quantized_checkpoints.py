@@ -26,10 +26,12 @@ def write_quantized(
     format: str,
     ignore: Sequence[str] = (),
     has_head: bool = False,
+    unnamed: str = "$",
     **arguments: Any,
 ) -> dict[str, torch.Tensor]:
     """Copies a checkpoint and quantizes its linear layers, the head too if `has_head` (GPTQ and
-    compressed-tensors), without those that `ignore` names (compressed-tensors).
+    compressed-tensors), without those that `ignore` names (compressed-tensors). Layers that match
+    the regular expression `unnamed` stay plain too, but config.json does not say so.
 
     Returns the fp32 tensors that it stands for, by the checkpoint's names.
     """
@@ -44,7 +46,7 @@ def write_quantized(
             tensor.dim() != 2
             or layer == "model.embed_tokens"
             or (layer == "lm_head" and not has_head)
-            or any(re.match(pattern.removeprefix("re:"), layer) for pattern in ignore)
+            or any(re.match(pattern.removeprefix("re:"), layer) for pattern in (*ignore, unnamed))
         ):
             stored[name] = meant[name] = tensor
             continue
@@ -106,9 +108,11 @@ def affine(
     low, high = groups.min(-1), groups.max(-1)
     if is_symmetric:
         step, zero = np.abs(groups).max(-1) / (most // 2), np.full(low.shape, (most + 1) // 2)
+        step[step == 0] = 1  # of zeros alone
     else:
         low, high = np.minimum(low, 0), np.maximum(high, 0)
         step = (high - low) / most
+        step[step == 0] = 1  # of zeros alone
         zero = np.clip(np.rint(-low / step), 1, most)  # 1: GPTQ stores zeros less by one
     scales = torch.from_numpy(step).to(dtype)
     step = scales.float().numpy()

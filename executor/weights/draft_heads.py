@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.json_files import check_regular_file
-from ...ipc.models.draft_heads import HeadNames
+from ...ipc.models.draft_heads import HeadNames, quantization_of_head
 from ...ipc.models.gguf import is_gguf
 from ...ipc.models.quantization_config import CheckpointQuantization
 from .load_times import LoadTimes
@@ -128,15 +128,18 @@ def load_mtp(
 
         load_gguf_weights(head, directory, report, fill, times, names)
         return
+    tensors = {names.of(name): tensor for name, tensor in head.weights()}
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    num_experts = 0 if experts is None else experts.count
     fill_from_safetensors(
-        {names.of(name): tensor for name, tensor in head.weights()},
+        tensors,
         {},
         directory,
         report,
         fill,
-        quantization,
+        quantization_of_head(quantization, directory, shapes, num_experts),
         lambda name: True,  # the model's own tensors
-        0 if experts is None else experts.count,
+        num_experts,
         times,
     )
 

@@ -18,7 +18,7 @@ from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.machine import free_memory_bytes, total_memory_bytes
 from ...ipc.models.architectures import NATIVE
 from ...ipc.models.decoder_config import DecoderConfig
-from ...ipc.models.draft_heads import find_head, head_rows
+from ...ipc.models.draft_heads import find_head, head_rows, quantization_of_head
 from ...ipc.models.expert_parallel import shares_experts
 from ...ipc.models.fallback_architectures import parse_model
 from ...ipc.models.gguf import is_gguf, read_gguf
@@ -391,8 +391,11 @@ def _bytes_of_head_blocks(config: EngineConfig, draft: ModelConfig, head: HeadSi
         fc_bytes = prod(tensors.pop(fc).shape) * DTYPE_BYTES[draft.dtype]
         num_bytes = weights_in_memory(tensors, draft.dtype, keeps_blocks=True)
         return num_bytes + fc_bytes + head.wider_bytes(draft.dtype)
-    del shapes[fc]
+    experts = head.config.experts
+    num_experts = 0 if experts is None else experts.count
+    quantization = quantization_of_head(quantization, path, shapes, num_experts)
     assert quantization is not None
+    del shapes[fc]
     saved = saved_bytes(shapes, quantization, DTYPE_BYTES[draft.dtype])
     return head.weights_bytes(draft.dtype) - saved
 

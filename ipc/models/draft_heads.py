@@ -11,6 +11,7 @@ of Llama's kind.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +20,11 @@ from msgspec.structs import replace
 from ..config import SchedulerConfig, resolved
 from ..errors import ModelLoadError
 from .architectures import PRE_NORMS, Architecture
-from .checkpoint import find_weight_files, read_header
+from .checkpoint import FLOAT_BYTES, find_weight_files, read_header
 from .decoder_config import DecoderConfig, LayerConfig, parse_decoder_config
 from .gguf import is_gguf, read_gguf
+from .quantization_config import CheckpointQuantization
+from .stacked_experts import stacked_pieces
 
 # keys of layers; a head sees the whole context
 _OF_LAYERS = ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers")
@@ -135,6 +138,34 @@ def head_shapes(row: Architecture, config: DecoderConfig) -> dict[str, list[int]
     return shapes | {
         f"layer.{name}": shape for name, shape in row.layer_shapes(head_config(config), 0)
     }
+
+
+def quantization_of_head(
+    quantization: CheckpointQuantization | None,
+    directory: Path,
+    shapes: Mapping[str, list[int]],
+    num_experts: int,
+) -> CheckpointQuantization | None:
+    """The quantization of a checkpoint without those layers of its head that the files store as
+    plain numbers. Tools that quantize a model mostly copy its head, and config.json need not say
+    so. `shapes` has the names in the files; num_experts: see stacked_pieces.
+    """
+    if quantization is None:
+        return None
+    stored = {
+        name
+        for path in find_weight_files(directory)
+        for name, tensor in read_header(path).items()
+        if tensor.dtype in FLOAT_BYTES
+    }
+    pieces = stacked_pieces(shapes, num_experts)
+    plain = {
+        name.removesuffix(".weight")
+        for name in shapes
+        if name in stored or (name in pieces and pieces[name].stored in stored)
+    }
+    is_ignored = quantization.is_ignored
+    return replace(quantization, is_ignored=lambda layer: layer in plain or is_ignored(layer))
 
 
 def eagle3_config(hf_config: dict[str, Any]) -> DecoderConfig:

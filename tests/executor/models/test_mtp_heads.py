@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from quire import LLM, SamplingParams
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.tests.gguf_hybrids import write_hybrid_gguf
 from quire.tests.mtp_checkpoints import QWEN, TorchHead, save_with_head
+from quire.tests.quantized_checkpoints import write_quantized
 from quire.tests.tiny_models import save_tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -42,40 +43,119 @@ def make_llm(directory: Path, **settings: Any) -> LLM:
     return LLM(str(directory), engine="inproc", speculative_config=DRAFTING, **own | settings)
 
 
+class Drafts(NamedTuple):
+    """What a head has drafted once, and what it is compared with."""
+
+    known: list[int]  # the tokens before
+    own: list[int]
+    logits: torch.Tensor  # of the first draft
+
+
+def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Drafts]:
+    """The list grows with each of the head's drafts."""
+    runner = llm.llm_engine.client._engine.core.executor.runner
+    drafter, seen, passes = runner.speculation.drafter, [], []
+
+    def watch_pass(inputs: Any) -> Any:
+        results = forward(inputs)
+        passes.append((inputs.slots.tolist(), results[1].clone()))
+        return results
+
+    def watch_drafts(slots: Any, counts: Any, room: int) -> Any:
+        batch = runner.batch
+        known = [batch.token_ids[slot, : batch.num_tokens[slot]].tolist() for slot in slots]
+        passes.clear()
+        drafts = draft(slots, counts, room)
+        for slot, tokens, own in zip(slots, known, drafts):
+            if len(own):
+                of_first_pass, logits = passes[0]
+                row = logits[of_first_pass.index(slot)]
+                seen.append(Drafts(tokens, own.tolist(), row))
+        return drafts
+
+    forward, draft = drafter.passes.forward, drafter.draft
+    monkeypatch.setattr(drafter.passes, "forward", watch_pass)
+    monkeypatch.setattr(drafter, "draft", watch_drafts)
+    return seen
+
+
+def assert_those_of(head: TorchHead, seen: list[Drafts]) -> None:
+    assert len(seen) > 10
+    for known, drafts, logits in seen:
+        expected, of_first = head.drafts(known, len(drafts))
+        torch.testing.assert_close(logits, of_first, rtol=1e-4, atol=3e-4)
+        assert drafts == expected
+
+
+def num_right(head: TorchHead, seen: list[Drafts], answers: list[list[int]]) -> int:
+    """How many of the drafts that `head` makes where those in `seen` were made are accepted, if
+    these are the answers to PROMPTS.
+    """
+    texts = [prompt["prompt_token_ids"] + answer for prompt, answer in zip(PROMPTS, answers)]
+    total = 0
+    for known, own, _ in seen:
+        drafts, _ = head.drafts(known, len(own))
+        [rest] = (text[len(known) :] for text in texts if text[: len(known)] == known)
+        agrees = [draft == token for draft, token in zip(drafts, rest)]
+        total += (*agrees, False).index(False)
+    return total
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_drafts_are_those_of_the_same_head_in_torch(kind, checkpoint, monkeypatch):
     """Of two requests in chunks, beside each other."""
     directory = checkpoint(kind)
     with make_llm(directory, max_num_batched_tokens=13) as llm:
-        runner = llm.llm_engine.client._engine.core.executor.runner
-        drafter, seen, passes = runner.speculation.drafter, [], []
-
-        def watch_pass(inputs: Any) -> Any:
-            results = forward(inputs)
-            passes.append((inputs.slots.tolist(), results[1].clone()))
-            return results
-
-        def watch(slots: Any, counts: Any, room: int) -> Any:
-            batch = runner.batch
-            known = [batch.token_ids[slot, : batch.num_tokens[slot]].tolist() for slot in slots]
-            passes.clear()
-            drafts = draft(slots, counts, room)
-            for slot, tokens, own in zip(slots, known, drafts):
-                if len(own):
-                    of_first_pass, logits = passes[0]
-                    seen.append((tokens, own.tolist(), logits[of_first_pass.index(slot)]))
-            return drafts
-
-        forward, draft = drafter.passes.forward, drafter.draft
-        monkeypatch.setattr(drafter.passes, "forward", watch_pass)
-        monkeypatch.setattr(drafter, "draft", watch)
+        seen = watch(llm, monkeypatch)
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    head = TorchHead(directory)
-    assert len(seen) > 10
-    for known, drafts, logits in seen:
-        expected, of_first = head.drafts(known, len(drafts))
-        torch.testing.assert_close(logits, of_first, rtol=1e-4, atol=1e-4)
-        assert drafts == expected
+    assert_those_of(TorchHead(directory), seen)
+
+
+# with a regular expression of the layers of the head that stay plain, and options of the format
+QUANTIZED = [
+    ("qwen3_5_text", "awq", r"mtp\.", {}),
+    ("qwen3_5_text", "gptq", "$", {}),
+    ("qwen3_5_moe_text", "fp8", r"mtp\.fc", {}),
+    ("qwen3_5_moe_text", "pack-quantized", r"mtp\.", {"group_size": 16}),
+    ("glm4_moe", "awq", "$", {}),
+    ("glm4_moe_lite", "pack-quantized", r"model\.layers\.3\.eh_proj", {"group_size": 8}),
+    ("deepseek_v3", "fp8", r"model\.layers\.3\.", {}),
+]
+SIZES = {  # AWQ and GPTQ have words of eight rows
+    "qwen3_5_text": {"linear_num_value_heads": 8},
+    "glm4_moe": {"n_routed_experts": 8},
+}
+
+
+@pytest.mark.parametrize(("kind", "format", "unnamed", "options"), QUANTIZED)
+@pytest.mark.parametrize("is_right", [False, True])
+def test_heads_of_quantized_checkpoints(
+    kind, format, unnamed, options, is_right, tmp_path, monkeypatch
+):
+    """Answers have the same bits as without drafts, and what is accepted is what a head in torch
+    drafts with the weights that the files stand for.
+    """
+    plain = save_with_head(tmp_path / "plain", kind, is_right=is_right, **SIZES.get(kind, {}))
+    directory = tmp_path / "quantized"
+    meant = write_quantized(directory, plain, format, unnamed=unnamed, **options)
+    save_file({n: t.contiguous() for n, t in meant.items()}, plain / "model.safetensors")
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
+    for dtype in ("bfloat16", "float32"):
+        settings = dict(dtype=dtype, num_threads=1, max_model_len=256, engine="inproc")
+        with LLM(str(directory), **settings) as llm:
+            expected = contents(llm.generate(PROMPTS, params, use_tqdm=False))
+        with make_llm(directory, dtype=dtype) as llm:
+            seen = watch(llm, monkeypatch)
+            assert contents(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
+            num_accepted = llm.get_metrics()["num_accepted_tokens"]
+    head = TorchHead(plain)
+    assert_those_of(head, seen)
+    assert num_accepted == num_right(head, seen, [tokens for tokens, _ in expected])
+    assert num_accepted >= 5 * is_right
+
+
+def contents(outputs: list[Any]) -> list[Any]:
+    return [(row.outputs[0].token_ids, row.outputs[0].logprobs) for row in outputs]
 
 
 def answers(directory: Path, **settings: Any) -> tuple[list[list[int]], int]:

@@ -33,6 +33,7 @@ from quire.tests.executor.weights.test_gguf import needs_native
 from quire.tests.frontend.cli.command import call
 from quire.tests.gguf_hybrids import write_hybrid_gguf
 from quire.tests.mtp_checkpoints import save_with_head
+from quire.tests.quantized_checkpoints import write_quantized
 from quire.tests.tiny_encoders import save_tiny_encoder
 from quire.tests.tiny_models import GEMMA4_EXPERTS, save_tiny_model
 
@@ -129,6 +130,7 @@ def test_the_engine_allocates_what_the_plan_predicts(
         ("glm4_moe_lite", {"dtype": "bfloat16"}),
         ("eagle3", {"max_num_seqs": 7, "max_num_batched_tokens": 100}),
         pytest.param("gguf", {"dtype": "bfloat16"}, marks=needs_native),
+        pytest.param("awq", {"dtype": "bfloat16"}, marks=needs_native),
     ],
 )
 def test_heads_that_draft_are_counted(kind: str, arguments: dict[str, Any], tmp_path: Path) -> None:
@@ -139,6 +141,10 @@ def test_heads_that_draft_are_counted(kind: str, arguments: dict[str, Any], tmp_
         checkpoint = save_with_head(tmp_path, "qwen3_5_text", linear_value_head_dim=16)
         model = str(tmp_path / "m.gguf")
         write_hybrid_gguf(Path(model), checkpoint, "Q8_0")
+    elif kind == "awq":
+        checkpoint = save_with_head(tmp_path / "plain", "qwen3_5_text", linear_num_value_heads=8)
+        model = str(tmp_path / "quantized")
+        write_quantized(Path(model), checkpoint, kind, unnamed=r"mtp\.(fc|layers\.0\.mlp)")
     else:
         model = str(save_with_head(tmp_path, kind))
     arguments = arguments | {"speculative_config": drafting | {"adaptive": False}}

@@ -68,6 +68,25 @@ class Taps(Protocol):
         ...
 
 
+class ImageEncoder(Protocol):
+    """Makes of images the rows that take the places of tokens' embeddings."""
+
+    width: int  # of a row: the text model's hidden_size, times the number of its vectors
+
+    def encode(self, images: Sequence[torch.Tensor]) -> torch.Tensor:
+        """images: u8 [height, width, 3] each, RGB, in any memory, with sides that are multiples of
+        VisionConfig.unit -> [rows of all images, width] of the model's dtype, in reading order.
+
+        On a CPU an image's rows have the same bits whatever is beside it. Raises ValueError for a
+        size that the encoder does not take.
+        """
+        ...
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As Model.weights."""
+        ...
+
+
 @dataclass(eq=False)
 class RoutedTokens:
     """Counts the tokens that a layer has sent to each of its experts since its weights were loaded.
@@ -100,6 +119,7 @@ class Model(Protocol):
     # rows here.
     state: torch.Tensor = torch.empty(0)
     taps: Taps | None = None
+    encoder: ImageEncoder | None = None  # of a model that reads images
     # these two belong to LoRA, and are None and empty where the engine has none
     adapter_rows: AdapterRows | None = None
     adapted_modules: Modules = {}
@@ -120,6 +140,10 @@ class Model(Protocol):
     def use_taps(self, taps: Taps | None) -> None:
         """Makes each pass from now on show the inputs of its layers to `taps`."""
         self.taps = taps
+
+    def use_encoder(self, encoder: ImageEncoder) -> None:
+        """Makes it a model that reads images. `weights` has those of the encoder from now on."""
+        self.encoder = encoder
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size] f32. Only a model with a head has logits."""

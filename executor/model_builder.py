@@ -37,7 +37,7 @@ from .kernel_choice import (
     warn_of_unused_kernels,
 )
 from .loras import adapted_modules, explored_modules
-from .model import Model
+from .model import ImageEncoder, Model
 from .models import ModelKind, find_model
 from .models.layer_registry import replacements
 from .models.layers import LayerFactory
@@ -85,6 +85,32 @@ def select_operations(
     if not shape.is_bidirectional:
         warn_of_slow_heads(head_dim, ops, kernels)
     return ops
+
+
+def make_encoder(
+    config: EngineConfig, dtype: torch.dtype, device: torch.device, cpu_isa: str
+) -> tuple[ImageEncoder, int] | None:
+    """Makes the encoder of images of the configuration's model, unfilled, and says how many bytes
+    its weights take; None: the model reads no images. All ranks have the whole encoder. Its linear
+    layers are quantized as those of the model are.
+    """
+    if config.model_config.vision is None:
+        return None
+    from ..ipc.models.vision_families import tower_of
+    from .models.vision.encoder import VisionEncoder
+
+    tower = tower_of(config.model_config.vision)
+    attention = tower.layer.attention
+    facts = {
+        "head_dim": attention.head_dim,
+        "num_heads": attention.heads,
+        "num_kv_heads": attention.heads,
+        "block_size": config.cache_config.block_size,
+        "cpu_isa": cpu_isa,
+    }
+    ops = registry.select(device, dtype, config.device_config.kernels, **facts)
+    make = LayerFactory(ops, dtype, device, config.model_config.quantization)
+    return VisionEncoder(make, tower), make.weights_bytes
 
 
 def _warn_of_unused_layers(make: LayerFactory, model: str) -> None:
@@ -166,6 +192,13 @@ class ModelBuilder:
         _warn_of_unused_layers(make, self.kind.name)
         if make.adapter_rows is not None:
             model.use_adapters(make.adapter_rows, adapted_modules(model))
+        made = None
+        if self.group.stages.is_first:
+            made = make_encoder(self.config, self.dtype, self.device, self.cpu_isa)
+        if made is not None:
+            encoder, num_bytes = made
+            model.use_encoder(encoder)
+            make.weights_bytes += num_bytes
         quantization = None if directory is None else self._quantization_of(directory)
         self._check_size(model, make, directory, quantization)
         if directory is None:

@@ -317,6 +317,11 @@ def _resolve_model(config: EngineConfig, device_config: Any) -> Any:
         wanted.model_impl,
     )
     max_model_len, pooling = _resolve_lengths(wanted.max_model_len, resolved)
+    vision = None
+    if not config.multimodal_config.language_model_only and wanted.model_impl != "transformers":
+        from ..ipc.models.vision_files import find_vision
+
+        vision = find_vision(directory, resolved.hf_config, wanted.hf_overrides)
     return replace(
         wanted,
         model=str(directory),
@@ -325,6 +330,7 @@ def _resolve_model(config: EngineConfig, device_config: Any) -> Any:
         dtype=_auto_dtype(device_config) if wanted.dtype == "auto" else wanted.dtype,
         max_model_len=max_model_len,
         hf_config=resolved.hf_config,
+        vision=vision,
         runner=resolved.runner,
         convert=resolved.convert,
         pooling=pooling,

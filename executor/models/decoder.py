@@ -434,6 +434,8 @@ class Decoder(Model):
         if self.lm_head is not None and not self.config.tie_word_embeddings:
             yield from self.lm_head.weights(prefix)
         yield from self.head.weights(prefix)
+        if self.encoder is not None:
+            yield from self.encoder.weights()
 
     def tied_weights(self) -> dict[str, str]:
         """Names that a checkpoint may have in addition, with the names whose tensors they must

@@ -24,12 +24,15 @@ MAX_DISTANCE = 128  # of two tokens; those farther apart have the last bucket's 
 
 
 class LayerNorm:
-    def __init__(self, make: LayerFactory, name: str, config: EncoderConfig):
-        self.name = name
-        self.weight = make.parameter(config.hidden_size)
-        self.bias = make.parameter(config.hidden_size) if config.norm_bias else None
-        self.eps = config.layer_norm_eps
-        self.ops = make.ops
+    def __init__(self, make: LayerFactory, name: str, size: int, eps: float, has_bias: bool = True):
+        self.name, self.eps, self.ops = name, eps, make.ops
+        self.weight = make.parameter(size)
+        self.bias = make.parameter(size) if has_bias else None
+
+    @classmethod
+    def of(cls, make: LayerFactory, name: str, config: EncoderConfig) -> LayerNorm:
+        """A norm of a text encoder."""
+        return cls(make, name, config.hidden_size, config.layer_norm_eps, config.norm_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, size] -> [T, size]"""
@@ -110,8 +113,8 @@ class EncoderLayer:
         self.down = make.row_linear(names.down, inner, hidden, config.mlp_bias)
         self.activate = getattr(make.ops, config.activation + "_and_mul" * row.is_gated)
         has_norm = index > 0 or not row.is_pre_norm
-        self.attention_norm = LayerNorm(make, names.attention_norm, config) if has_norm else None
-        self.mlp_norm = LayerNorm(make, names.mlp_norm, config)
+        self.attention_norm = LayerNorm.of(make, names.attention_norm, config) if has_norm else None
+        self.mlp_norm = LayerNorm.of(make, names.mlp_norm, config)
 
     def attend(
         self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
@@ -159,7 +162,7 @@ class Encoder(TextEncoder):
         self.num_token_types = 0
         if self.types is not None:
             self.num_token_types = 1 + config.has_pair_types
-        self.embedding_norm = LayerNorm(make, names.embedding_norm, config)
+        self.embedding_norm = LayerNorm.of(make, names.embedding_norm, config)
         self.bias = RelativeBias(make, names.relative_bias, config) if names.relative_bias else None
         num_layers = config.num_hidden_layers
         ropes = make.ropes(config, max_model_len) if config.ropes else [None] * num_layers
@@ -167,7 +170,7 @@ class Encoder(TextEncoder):
             EncoderLayer(make, config, row, index, ropes[index], self.bias)
             for index in range(num_layers)
         ]
-        self.final_norm = LayerNorm(make, names.final_norm, config) if names.final_norm else None
+        self.final_norm = LayerNorm.of(make, names.final_norm, config) if names.final_norm else None
         self.head = make_head(make, config.head)
 
     def __call__(

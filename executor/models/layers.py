@@ -25,7 +25,7 @@ from ..device import free_bytes
 from ..groups.expert_group import ALL_EXPERTS, ExpertGroup
 from ..groups.tensor_group import ALONE, TensorGroup
 from ..weights.packed_rows import PackedRows, copy_weights
-from ..weights.table import RowOrder, Slice, Weight, kept_part, stored_shape
+from ..weights.table import Rearranged, RowOrder, Slice, Weight, kept_part, stored_shape
 from .adapters import AdapterRows, EmbeddingAdapters, LinearAdapters
 from .layer_registry import Layer, choose_layer
 from .linear import Embedding as Embedding
@@ -292,12 +292,24 @@ class LayerFactory:
         return experts_of(self.expert_group.rank, self.expert_group.size, count)
 
     def router(self, name: str, in_features: int, out_features: int, bias: bool = False) -> Linear:
-        """Makes the layer whose `logits` choose experts. Its weight keeps the dtype in every
-        quantization, and it takes no adapters.
+        """Makes the layer whose `logits` choose experts; see plain_linear."""
+        return self.plain_linear(name, in_features, out_features, bias)
+
+    def plain_linear(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        stored: Rearranged | None = None,
+    ) -> Linear:
+        """Makes a layer whose weight keeps the dtype in every quantization. It takes no adapters.
+        stored: how files have the weight.
         """
         weight = self.parameter(out_features, in_features)
         bias_of_all = self.parameter(out_features) if bias else None
-        return Linear({name: out_features}, weight, bias_of_all, self._packer(weight, None))
+        packer, parts = self._packer(weight, None), [] if stored is None else [stored]
+        return Linear({name: out_features}, weight, bias_of_all, packer, parts=parts)
 
     def embedding(
         self, name: str, vocab_size: int, hidden_size: int, head: str | None = None
@@ -450,7 +462,7 @@ class LayerFactory:
 
 
 def _part_of(
-    values: torch.Tensor | PackedRows, part: Slice | RowOrder
+    values: torch.Tensor | PackedRows, part: Slice | RowOrder | Rearranged
 ) -> torch.Tensor | PackedRows:
     if isinstance(values, torch.Tensor):
         return part.of(values)

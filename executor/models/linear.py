@@ -20,7 +20,7 @@ from ...kernels.cpu.native.program import is_recording, part_ids
 from ..device import copy_mapped, release_mapped
 from ..groups.tensor_group import TensorGroup
 from ..weights.packed_rows import PackedRows, pack_blocks
-from ..weights.table import RowOrder, Slice, Weight
+from ..weights.table import Rearranged, RowOrder, Slice, Weight
 from .adapters import EmbeddingAdapters, LinearAdapters
 
 # (name in the checkpoint, the tensor that it fills: a whole parameter, or a view of merged rows)
@@ -58,10 +58,10 @@ class Linear:
         bias: torch.Tensor | None,
         packer: Packer,
         adapters: LinearAdapters | None = None,
-        parts: Sequence[Slice | RowOrder | None] = (),
+        parts: Sequence[Slice | RowOrder | Rearranged | None] = (),
     ):
         """adapters: those of LoRA. parts: what this rank keeps of each shard, if not all, or the
-        order of its rows, if not the stored one.
+        order, if not the stored one.
         """
         self.shards = shards  # name in the checkpoint -> rows, in order
         self._weight: torch.Tensor | None = weight  # None once packed
@@ -197,8 +197,12 @@ class Linear:
             part = self._parts[i] if self._parts else None
             yield f"{prefix}{name}.weight", Weight(rows, self, i, part)
             if biases is not None:
-                has_part = part is not None and not (isinstance(part, Slice) and part.dim)
-                yield f"{prefix}{name}.bias", Weight(biases[i], self, i, part if has_part else None)
+                # of a weight's rows, not of its columns
+                is_of_rows = isinstance(part, RowOrder) or (
+                    isinstance(part, Slice) and not part.dim
+                )
+                of_bias = part if is_of_rows else None
+                yield f"{prefix}{name}.bias", Weight(biases[i], self, i, of_bias)
 
 
 class RowLinear(Linear):

@@ -41,9 +41,23 @@ class RowOrder(NamedTuple):
         return [self.size, *part.shape[1:]]
 
 
+class Rearranged(NamedTuple):
+    """A matrix whose numbers the file has in another shape and order."""
+
+    shape: tuple[int, ...]  # in the file
+    view: tuple[int, ...]  # of the same numbers
+    dims: tuple[int, ...]  # the order of the view's dimensions; the first are the matrix's rows
+
+    def of(self, stored: torch.Tensor) -> torch.Tensor:
+        return stored.view(self.view).permute(self.dims).flatten(1).contiguous()
+
+    def stored_shape(self, part: torch.Tensor) -> list[int]:
+        return list(self.shape)
+
+
 class Weight(torch.Tensor):
     """A tensor of the weight-name table that LayerFactory.fill does not just copy values into:
-    `layer` takes them (its method fill), a rank keeps a `part` of them or has their rows in another
+    `layer` takes them (its method fill), a rank keeps a `part` of them or has them in another
     order, or an `offset` is added.
 
     `shard` is the index of the projection in a merged linear layer.
@@ -60,7 +74,7 @@ class Weight(torch.Tensor):
         tensor: torch.Tensor,
         layer: Any = None,
         shard: int = 0,
-        part: Slice | RowOrder | None = None,
+        part: Slice | RowOrder | Rearranged | None = None,
         offset: float = 0.0,
     ):
         self.layer, self.shard, self.part, self.offset = layer, shard, part, offset

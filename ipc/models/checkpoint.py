@@ -90,10 +90,10 @@ def _weight_file_names(directory: Path) -> list[str]:
 
 # of integers, that old checkpoints of encoders have
 BUFFERS = ("position_ids", "token_type_ids")
-# Tensors of multimodal models that their text part does not need.
+# Tensors of multimodal models that their text part does not need. An encoder of images needs some.
 OTHER_PARTS = re.compile(
     r"(module\.|_orig_mod\.)*(model\.)?(vision_tower|vision_embedder|audio_tower|embed_vision|"
-    r"embed_audio|multi_modal_projector|visual)\."
+    r"embed_audio|multi_modal_projector|visual|vision_model|connector)\."
 )
 
 
@@ -125,7 +125,7 @@ def check_checkpoint(
     origin: dict[str, Path] = {}
     for path in files:
         for name, tensor in read_header(path).items():
-            if OTHER_PARTS.match(name):
+            if OTHER_PARTS.match(name) and name not in expected.allowed:
                 continue
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # a buffer that old checkpoints saved; it follows from the config

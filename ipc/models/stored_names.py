@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .architectures import TEXT_PREFIX
-from .checkpoint import find_weight_files, read_header
+from .checkpoint import OTHER_PARTS, find_weight_files, read_header
 from .decoder_config import DecoderConfig
 from .gguf import is_gguf
 
@@ -32,7 +32,11 @@ _NOT_POOLED = re.compile(
 )
 _MTP_HEADS = ("model.mtp_", "mtp_layers.", "mtp.")  # of MiMo and ERNIE, and of Qwen
 _KEYS_OR_VALUES = re.compile(r"\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight$")
-_OLD_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+_OLD_ENDINGS = {
+    "LayerNorm.weight": "LayerNorm.gamma",
+    "LayerNorm.bias": "LayerNorm.beta",
+    "mm_input_projection.weight": "mm_input_projection_weight",  # of Gemma 3, always
+}
 
 
 class StoredNames:
@@ -60,6 +64,8 @@ class StoredNames:
         """The checkpoint's name for a tensor of the model, whether it has that tensor or not."""
         if name.startswith(self._base):
             inner = self._place + name.removeprefix(self._base)
+        elif OTHER_PARTS.match(name):
+            inner = self._of_other_part(name)
         else:  # a head, beside the base model
             bare = name.removeprefix(TEXT_PREFIX)
             places = (name, bare, TEXT_PREFIX + bare)
@@ -69,6 +75,18 @@ class StoredNames:
             if inner.endswith(new) and inner not in self._stored and other in self._stored:
                 inner = other
         return self._wrapper + inner
+
+    def _of_other_part(self, name: str) -> str:
+        """The name of a tensor of an encoder of images, which lies beside the text model or in a
+        base around both. Older files have one module more in a tower.
+        """
+        part, _, rest = name.partition(".")
+        first = rest.partition(".")[0]
+        places = [
+            f"{base}{part}.{module}" for base in ("model.", "") for module in ("", "vision_model.")
+        ]
+        place = next((p for p in places if self._has([p + first])), f"{part}.")
+        return place + rest
 
     def own(self, name: str) -> str:
         """The model's name for a tensor of the checkpoint, as far as it is the base model's."""

@@ -22,6 +22,7 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     whole: dict[str, Any] = {}
     processor: dict[str, Any] = {}  # preprocessor_config.json, or its part of processor_config.json
     image_token_id: int  # the placeholder that a row of the encoder replaces
+    unit: int  # pixels on each side of the square that one row stands for
     # how many vectors a row has: one for the embedding, and one for each of the first layers of the
     # text model whose input it is added to (deepstack)
     num_vectors: int = 1
@@ -29,3 +30,10 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     mrope_section: tuple[int, ...] = ()
     # tokens of one image see each other, so that a step computes all of them or none
     sees_whole_images: bool = False
+
+
+def grid_of(vision: VisionConfig, height: int, width: int) -> tuple[int, int]:
+    """The rows and columns of what the encoder returns for an image, whose sides are multiples of
+    `unit`.
+    """
+    return height // vision.unit, width // vision.unit

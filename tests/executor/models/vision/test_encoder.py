@@ -1,0 +1,58 @@
+"""Encoders of images against transformers' towers and projectors."""
+
+import pytest
+import torch
+from quire.executor.model_builder import make_encoder
+from quire.executor.weights.table import stored_shape
+from quire.executor.worker import Worker
+from quire.frontend.engine_args import EngineArgs
+from quire.ipc.models.vision_config import grid_of
+from quire.ipc.models.vision_families import tower_of
+from quire.tests.tiny_vision import KINDS, make_images, save_tiny_vision_model, transformers_rows
+
+
+def load(directory, **arguments):
+    defaults = {"max_model_len": 256, "num_threads": 1}
+    config = EngineArgs(str(directory), **{**defaults, **arguments}).create_engine_config()
+    worker = Worker(config)
+    worker.load_model(lambda stage, fraction: None)
+    assert worker.model.encoder is not None
+    return worker
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def saved(request, tmp_path_factory):
+    """The kind, transformers' model and the directory of its checkpoint."""
+    directory = tmp_path_factory.mktemp(request.param)
+    return request.param, save_tiny_vision_model(directory, request.param), directory
+
+
+@pytest.mark.parametrize("isa", ["auto", "none"])
+def test_rows_equal_those_of_transformers(saved, isa):
+    kind, model, directory = saved
+    worker = load(directory, dtype="float32", cpu_isa=isa)
+    images, vision = make_images(kind), worker.config.model_config.vision
+    assert vision is not None
+    wanted = [transformers_rows(model, kind, pixels) for pixels in images]
+    found = worker.model.encoder.encode(images).split([len(rows) for rows in wanted])
+    for pixels, mine, rows in zip(images, found, wanted, strict=True):
+        grid = grid_of(vision, *pixels.shape[:2])
+        assert mine.shape == rows.shape == (grid[0] * grid[1], worker.model.encoder.width)
+        assert (mine - rows).abs().max() < 1e-4 * rows.abs().max()
+
+
+def test_weights_are_those_that_the_table_names(saved):
+    _, _, directory = saved
+    config = EngineArgs(str(directory), dtype="bfloat16").create_engine_config()
+    encoder, _ = make_encoder(config, torch.bfloat16, torch.device("cpu"), "auto")
+    shapes = {name: stored_shape(tensor) for name, tensor in encoder.weights()}
+    assert shapes == tower_of(config.model_config.vision).weight_shapes()
+
+
+def test_bits_do_not_depend_on_what_is_beside_nor_on_threads(saved):
+    kind, _, directory = saved
+    worker = load(directory, dtype="bfloat16")
+    images = make_images(kind)
+    alone = [worker.model.encoder.encode([pixels]) for pixels in images]
+    beside = worker.model.encoder.encode([*images[::-1], *images])
+    assert torch.equal(beside[-sum(map(len, alone)) :], torch.cat(alone))

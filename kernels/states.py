@@ -56,7 +56,9 @@ def gated_delta_rule(
 
     query and key [T, HK, DK], value [T, HV, DV], decay and beta [T, HV], all of dtype and not yet
     activated; a_log and dt_bias [HV] fp32 -> [T, HV, DV]. HV is a multiple of HK: value head h has
-    key head h // (HV // HK), or h % HK if is_interleaved. For each token and value head, in fp32:
+    key head h // (HV // HK), or h % HK if is_interleaved. With decay [T, HV, DK] and dt_bias [HV,
+    DK], each row of S has its own exp(g) (Kimi Delta Attention; Moonshot AI 2025). For each token
+    and value head, in fp32:
 
         q = query / sqrt(sum(query ** 2) + 1e-6) / sqrt(DK),  k = key / sqrt(sum(key ** 2) + 1e-6)
         b = sigmoid(beta) rounded to dtype,  g = -exp(a_log) * softplus(decay + dt_bias)

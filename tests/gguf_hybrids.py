@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "falcon_h1": "falcon-h1",
     "nemotron_h": "nemotron_h",
     "mamba2": "mamba2",
+    "kimi_linear": "kimi-linear",
 }
 HAS_HEAD = "has_head"  # for multi-token prediction: a key of the tests' own
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -49,7 +50,7 @@ def write_hybrid_gguf(path: Path, checkpoint: Path, type: str = "F32") -> None:
     add_tokenizer(writer, checkpoint, config)
     for name, tensor in _stacked(tensors).items():
         for stem, part in _changed(name, tensor.float(), config):
-            if stem.endswith(".A_log") and architecture.startswith("qwen3"):
+            if stem.endswith(".A_log") and architecture.startswith(("qwen3", "kimi")):
                 found = f"blk.{stem.split('.')[2]}.ssm_a"
             elif stem.startswith("blk."):
                 found = stem
@@ -95,8 +96,10 @@ def _with_head_as_a_layer(
 
 
 def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With the experts of a layer in one tensor, and LFM2's under the names of the others."""
-    if any(".feed_forward.experts." in name for name in tensors):
+    """With the experts of a layer in one tensor, and those of LFM2 and Kimi Linear under the names
+    of the others.
+    """
+    if any(".experts.0.w1." in name for name in tensors):
         parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
         tensors = {
             re.sub(r"(experts\.\d+\.)(w\d)", lambda m: m[1] + parts[m[2]], name): tensor
@@ -124,6 +127,9 @@ def _changed(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> Tensors
     if "conv1d.weight" in name or "conv.conv.weight" in name:
         tensor = tensor.squeeze(1)
     model_type = config["model_type"]
+    if model_type == "kimi_linear":
+        yield from _of_kimi(name, tensor, config)
+        return
     if model_type.startswith("qwen3"):
         if name.endswith("norm.weight") and "linear_attn" not in name:
             tensor = tensor + 1
@@ -156,6 +162,21 @@ def _changed(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> Tensors
         name.replace("expert_bias", "expert_bias.bias") if "lfm2_moe" in model_type else name,
         tensor,
     )
+
+
+def _of_kimi(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> Tensors:
+    """Convolutions have a dimension of one before and after the channels."""
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    name = name.replace("block_sparse_moe", "mlp")
+    if "conv1d.weight" in name:
+        yield name, tensor[None, :, None]
+    elif name.endswith("kv_b_proj.weight"):
+        sizes = config["qk_nope_head_dim"], config["v_head_dim"]
+        keys, values = tensor.view(-1, sum(sizes), tensor.shape[1]).split(sizes, dim=1)
+        yield name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2)
+        yield name.replace("kv_b_proj", "v_b_proj"), values
+    else:
+        yield name, tensor
 
 
 def _gates_apart(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> Tensors:
@@ -260,7 +281,7 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         return
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_context_length(config.get("model_max_length") or config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     num_drafts = int(config[HAS_HEAD] or config["model_type"] == "qwen3_5_text")
     writer.add_block_count(num_layers + num_drafts)
@@ -270,6 +291,9 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     epsilons = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
     writer.add_layer_norm_rms_eps(next(config[key] for key in epsilons if key in config))
     rope = config.get("rope_parameters") or config
+    if config["model_type"] == "kimi_linear":
+        _add_kimi(writer, config)
+        return
     if config["model_type"] != "nemotron_h":
         writer.add_rope_freq_base(rope["rope_theta"])
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
@@ -279,6 +303,30 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if config.get("intermediate_size") and config["model_type"] != "nemotron_h":
         writer.add_feed_forward_length(config["intermediate_size"])
     _ADDERS[config["model_type"]](writer, config)
+
+
+def _add_kimi(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    rank, rotary_dim = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_head_count_kv(
+        [1 if kind == "full_attention" else 0 for kind in config["layer_types"]]
+    )
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_rope_dimension_count(rotary_dim)
+    writer.add_key_length(rank + rotary_dim)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary_dim)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_token"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["moe_renormalize"])
 
 
 def _add_qwen(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

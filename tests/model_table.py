@@ -64,6 +64,7 @@ PARSERS = {
     "deepseek_v32": ("deepseek_v32", "think"),
     "deepseek_v4": ("deepseek_v4", "think"),
     "glm4_moe_lite": ("glm47", "think"),
+    "kimi_linear": ("kimi_k2", ""),
     "cohere2": ("cohere", "cohere"),
     "cohere2_moe": ("cohere", "cohere_text"),
     "apertus": ("apertus", "apertus"),
@@ -116,6 +117,10 @@ NOTES = {
     "falcon_h1": ("Falcon-H1", "attention and Mamba 2 side by side in each layer, multipliers"),
     "bamba": ("Bamba", "Mamba 2 in most layers"),
     "mamba2": ("Mamba 2", "no attention; the residual stream is of the model's dtype"),
+    "kimi_linear": (
+        "Kimi Linear",
+        "Kimi Delta Attention, latent attention without rotary positions, experts",
+    ),
     "deepseek_v2": ("DeepSeek V2", "latent attention, experts"),
     "deepseek_v3": ("DeepSeek V3 and R1, Kimi K2", "latent attention, experts in groups"),
     "glm4_moe_lite": ("GLM-4.7-Flash", "latent attention, experts"),

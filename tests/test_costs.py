@@ -45,6 +45,7 @@ COMPILERS = {
 }
 # what a model of Llama's kind in safetensors files does not need
 OF_OTHER_FAMILIES = {
+    "quire.executor.models.kimi_delta",
     "quire.executor.models.mamba",
     "quire.executor.models.recurrent",
     "quire.executor.weights.gguf",
@@ -56,6 +57,7 @@ OF_OTHER_FAMILIES = {
     "quire.ipc.models.gguf_pre_tokenizers",
     "quire.ipc.models.gguf_tokenizer",
     "quire.ipc.models.gguf_weights",
+    "quire.ipc.models.kimi_families",
     "quire.ipc.models.lfm_families",
     "quire.ipc.models.mamba_config",
     "quire.ipc.models.mamba_families",

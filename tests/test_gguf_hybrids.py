@@ -42,6 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mamba2": ("mamba2", {}),
+    "kimi-linear": ("kimi_linear", {"linear_num_heads": 4, "n_group": 1, "topk_group": 1}),
 }
 # All columns are whole blocks.
 WIDE: dict[str, dict[str, Any]] = {
@@ -50,6 +51,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "granitehybrid": {"shared_intermediate_size": 96},
     "falcon-h1": {},
     "nemotron_h": {},
+    "kimi-linear": {"linear_head_dim": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32},
 }
 
 

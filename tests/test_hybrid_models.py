@@ -32,6 +32,7 @@ def assert_as_transformers(model: torch.nn.Module, prompt: list[int], output: An
     [
         *("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2"),
         *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
+        "kimi_linear",
     ],
 )
 def test_tokens_and_logprobs_are_those_of_transformers(kind: str, tmp_path) -> None:

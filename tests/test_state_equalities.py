@@ -24,7 +24,7 @@ FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=36, num_sche
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
 
 
-@pytest.fixture(scope="module", params=["granitemoehybrid", "mamba2"])
+@pytest.fixture(scope="module", params=["granitemoehybrid", "mamba2", "kimi_linear"])
 def model(request, tmp_path_factory) -> str:
     directory = tmp_path_factory.mktemp(request.param)
     return str(save_tiny_model(directory, request.param, dtype="bfloat16"))

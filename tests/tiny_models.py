@@ -67,7 +67,7 @@ KINDS = (
     *("granite", "ministral3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"),
     *("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2", "gemma4_text"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"),
     *("glm4_moe", "seed_oss", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma2", "glm4"),
     *("hunyuan_v1_dense", "hunyuan_v1_moe"),
 )
@@ -280,6 +280,19 @@ _OF_KIND: dict[str, dict[str, Any]] = {
         "topk_group": 2,
     },
     "glm4_moe_lite": {**LATENTS, "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+    "kimi_linear": {
+        **{key: LATENTS[key] for key in LATENTS if key != "q_lora_rank"},
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "linear_head_dim": 16,
+        "linear_num_heads": 6,
+        "layer_types": [_MIXER, _MIXER, _ATTENTION, _MIXER],
+        "pad_token_id": 0,
+    },
     # as in E2B: four layers with keys and values, two that share them, inputs of each layer
     "gemma4_text": {
         "num_hidden_layers": 6,
@@ -401,7 +414,9 @@ def randomize(model, seed: int) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name or name.endswith(("scale", "scalar")):
                 parameter.copy_(1.0 + 0.2 * noise)
-            elif name.endswith("linear_attn.A_log"):  # states last for tens of tokens
+            elif name.endswith(
+                ("linear_attn.A_log", "forget_gate.A_log")
+            ):  # states last for tens of tokens
                 parameter.copy_(0.3 * noise - 3.0)
             elif parameter.dim() == 1 or name.endswith("correction_bias"):
                 parameter.copy_(0.3 * noise)

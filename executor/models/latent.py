@@ -57,7 +57,9 @@ class HeadProjections:
 
 
 class LatentAttention:
-    """Causal attention over latent vectors, with rotary positions in a part of the heads."""
+    """Causal attention over latent vectors, with rotary positions in a part of the heads. A layer
+    without rotary positions has that part too, as it is.
+    """
 
     sliding_window = 0
     has_values = False  # beside the keys, in the cache
@@ -69,8 +71,8 @@ class LatentAttention:
         """`layer` is the index in the stack, and `ropes` come from make.ropes."""
         assert config.latent is not None
         rope, bias, size = ropes[layer], config.attention_bias, config.hidden_size
-        assert rope is not None
-        self.config, self.ops, self.rope = config.latent, make.ops, rope.key
+        self.config, self.ops = config.latent, make.ops
+        self.rope = None if rope is None else rope.key
         own, total = config.latent, config.num_attention_heads
         self.num_heads = make.share(total, "num_attention_heads")
         self.head_dim = own.row
@@ -121,7 +123,8 @@ class LatentAttention:
             x = self.q_a_norm(latents[:, : own.query_rank])
         query = self.q_proj(x).view(num_tokens, self.num_heads, own.query_dim)
         query, rotary_query = query.split((own.key_dim, own.rotary_dim), dim=2)
-        self.rotate(positions, rotary_query, key.unsqueeze(1), self.rope)
+        if self.rope is not None:
+            self.rotate(positions, rotary_query, key.unsqueeze(1), self.rope)
         ops.store_latents(self.kv_a_norm(latent), key, self.key_cache, metadata.slot_mapping)
         attended = ops.latent_attention(
             self.heads.to_latent(query), rotary_query, self.key_cache, metadata, self.scale

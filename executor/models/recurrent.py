@@ -11,10 +11,11 @@ from typing import Protocol
 import torch
 
 from ...ipc.models.mamba_config import Mamba2Config
-from ...ipc.models.mixers import GatedDeltaNetConfig, ShortConvConfig
+from ...ipc.models.mixers import GatedDeltaNetConfig, KimiDeltaConfig, ShortConvConfig
 from ...kernels.ops import AttentionMetadata
 from ..model import StateLayer
 from ..weights.table import RowOrder, kept_part
+from .kimi_delta import KimiDelta
 from .layers import LayerFactory, Weights
 from .mamba import Mamba2Mixer
 
@@ -199,6 +200,7 @@ class ShortConv:
 # configuration.
 MIXERS: dict[type, Callable[..., Mixer]] = {
     GatedDeltaNetConfig: GatedDeltaNet,
+    KimiDeltaConfig: KimiDelta,
     ShortConvConfig: ShortConv,
     Mamba2Config: Mamba2Mixer,
 }

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _RELEASED_AT_ONCE = 16 * 2**20  # bytes: pages of a layer are released before it is complete
 
+A_LOG = ".A_log.weight"  # what the name of a mixer's A_log ends with in files
 # as in loader.py
 Report = Callable[[str, float], None]
 Fill = Callable[[torch.Tensor, torch.Tensor | PackedRows], None]
@@ -86,8 +87,9 @@ def load_gguf_weights(
                 name, values = whole, heads_of.add(whole, tensor, packed)
             if values is not None:
                 target = missing.pop(name)
-                is_vector = target.dim() == 1
-                fill(target, _vector(packed, name, offset_of(name)) if is_vector else values)
+                if target.dim() == 1 or name.endswith(A_LOG):
+                    values = _vector(packed, name, offset_of(name)).view(target.shape)
+                fill(target, values)
                 del target
         # it releases all tensors so far: a layer's blocks are read when the last of them is there
         if times.num_bytes - released >= _RELEASED_AT_ONCE:
@@ -225,7 +227,7 @@ def _vector(packed: PackedRows, name: str, offset: float) -> torch.Tensor:
     stores -exp(A_log) of a mixer. Raises ModelLoadError where that is not negative.
     """
     values = packed.dequantized(torch.float32).flatten()
-    if name.endswith(".A_log.weight"):
+    if name.endswith(A_LOG):
         if not bool((values < 0).all()):
             raise ModelLoadError(f"the GGUF file's tensor for {name}, ssm_a, is not negative")
         return (-values.double()).log()

@@ -814,6 +814,28 @@ ARCHITECTURES |= {
         ),
     ),
 }
+ARCHITECTURES["KimiLinearForCausalLM"] = Architecture(
+    "kimi_linear",
+    honours=("attention_bias", *_EXPERTS),
+    read_keys=Later("kimi_families", "kimi_keys"),
+    read_fields=Later("kimi_families", "kimi_fields"),
+    names=TensorNames(mixer="self_attn"),
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "linear_conv_kernel_dim": 4,
+        "linear_head_dim": 128,
+        "linear_num_heads": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.446,
+        "num_experts_per_tok": 8,
+    },
+    constants={"tie_word_embeddings": False},  # it has a head of its own, whatever the key says
+    experts=replace(_DEEPSEEK_V3.experts, block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+)
 _GEMMA4 = ARCHITECTURES["Gemma4ForCausalLM"]
 ARCHITECTURES["Gemma4UnifiedForCausalLM"] = replace(
     _GEMMA4,

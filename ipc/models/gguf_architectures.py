@@ -17,12 +17,14 @@ from .gguf import GGUFTensor
 from .gguf_families import deepseek2_config, gemma4_config, glm4_moe_config
 from .gguf_hybrids import (
     OF_GATED_DELTA_NET,
+    OF_KIMI,
     OF_MAMBA,
     OF_MAMBA2,
     OF_NEMOTRON,
     falcon_config,
     gated_delta_net_config,
     granite_config,
+    kimi_config,
     mamba2_config,
     nemotron_config,
     short_conv_config,
@@ -267,6 +269,19 @@ _OF_QWEN35: dict[str, Any] = {
     "read": gated_delta_net_config,
 }
 _OF_QWEN3NEXT: dict[str, Any] = _OF_QWEN35 | {"constants": {GATES_APART: True}}
+_KIMI_LAYER = _LATENT_LAYER | {
+    "ssm_conv1d_q": "self_attn.q_conv1d",
+    "ssm_conv1d_k": "self_attn.k_conv1d",
+    "ssm_conv1d_v": "self_attn.v_conv1d",
+    "ssm_f_a": "self_attn.f_a_proj",
+    "ssm_f_b": "self_attn.f_b_proj",
+    "ssm_g_a": "self_attn.g_a_proj",
+    "ssm_g_b": "self_attn.g_b_proj",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_a": "self_attn.A_log",
+    "ssm_dt": "self_attn.dt",
+    "ssm_norm": "self_attn.o_norm",
+}
 _LFM_KEYS = {"shortconv.l_cache": "conv_L_cache", "attention.layer_norm_rms_epsilon": "norm_eps"}
 _OF_LFM: dict[str, Any] = {
     "names": {
@@ -384,6 +399,14 @@ GGUF_ARCHITECTURES = {
             ("DeepseekV2ForCausalLM", "deepseek_v2"),
             ("Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
         ),
+    ),
+    "kimi-linear": GGUFArchitecture(
+        "KimiLinearForCausalLM",
+        "kimi_linear",
+        _KIMI_LAYER,
+        keys=_OF_DEEPSEEK_EXPERTS | OF_KIMI,
+        constants=_WITHOUT_GROUPS | {"norm_topk_prob": True},
+        read=kimi_config,
     ),
     "glm4moe": GGUFArchitecture(
         "Glm4MoeForCausalLM",

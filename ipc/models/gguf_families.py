@@ -79,13 +79,7 @@ def deepseek2_config(
 
     Raises ModelLoadError, naming the key, for a router that neither has.
     """
-    rotary_dim = own.pop("rope.dimension_count", None)
-    key_dim = own.pop("attention.key_length_mla", own.get("attention.key_length"))
-    value_dim = own.pop("attention.value_length_mla", own.get("attention.value_length"))
-    for key in ("attention.key_length", "attention.value_length", "attention.head_count_kv"):
-        own.pop(key, None)  # they follow from the sizes of latent vectors
-    if not isinstance(rotary_dim, int) or not isinstance(key_dim, int) or rotary_dim >= key_dim:
-        raise _malformed("rope.dimension_count", "less than attention.key_length_mla")
+    sizes = latent_sizes(own)
     if (log_multiplier := own.get("rope.scaling.yarn_log_multiplier")) is not None:
         if not isinstance(log_multiplier, (int, float)):
             raise _malformed("rope.scaling.yarn_log_multiplier", "a number")
@@ -105,11 +99,28 @@ def deepseek2_config(
         "num_hidden_layers": num_layers,
         "architectures": [f"Deepseek{kind}ForCausalLM"],
         "model_type": f"deepseek_{kind.lower()}",
+        **sizes,
+        "topk_method": "noaux_tc" if is_v3 else "group_limited_greedy",
+    }
+
+
+def latent_sizes(own: dict[str, Any]) -> dict[str, Any]:
+    """The keys of config.json for the heads of latent attention. `own` is as in gemma4_config.
+
+    Raises ModelLoadError, naming the key, for sizes that do not fit.
+    """
+    rotary_dim = own.pop("rope.dimension_count", None)
+    key_dim = own.pop("attention.key_length_mla", own.get("attention.key_length"))
+    value_dim = own.pop("attention.value_length_mla", own.get("attention.value_length"))
+    for key in ("attention.key_length", "attention.value_length", "attention.head_count_kv"):
+        own.pop(key, None)  # they follow from the sizes of latent vectors
+    if not isinstance(rotary_dim, int) or not isinstance(key_dim, int) or rotary_dim >= key_dim:
+        raise _malformed("rope.dimension_count", "less than attention.key_length_mla")
+    return {
         "num_key_value_heads": own.get("attention.head_count"),
         "qk_rope_head_dim": rotary_dim,
         "qk_nope_head_dim": key_dim - rotary_dim,
         "v_head_dim": value_dim,
-        "topk_method": "noaux_tc" if is_v3 else "group_limited_greedy",
     }
 
 

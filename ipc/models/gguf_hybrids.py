@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import ModelLoadError
 from .gguf import GGUFTensor
+from .gguf_families import latent_sizes
 from .qwen_families import LINEAR
 from .rope_config import FULL
 
@@ -27,6 +28,12 @@ OF_GATED_DELTA_NET = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
     "full_attention_interval": "full_attention_interval",
+}
+OF_KIMI = {
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "kda.head_dim": "linear_head_dim",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
 }
 OF_MAMBA = {
     "ssm.conv_kernel": "mamba_d_conv",
@@ -62,10 +69,18 @@ def gated_delta_net_config(own: Own, tensors: Tensors, factors: Factors) -> Own:
     return keys
 
 
+def kimi_config(own: Own, tensors: Tensors, factors: Factors) -> Own:
+    """Of Kimi Linear, whose mixers have as many heads as its attention. Raises ModelLoadError for
+    experts that are chosen otherwise, and for sizes that do not fit.
+    """
+    _check_gating(own)
+    kinds = _kinds(own, LINEAR, FULL)
+    return latent_sizes(own) | kinds | {"linear_num_heads": own.get("attention.head_count")}
+
+
 def short_conv_config(own: Own, tensors: Tensors, factors: Factors) -> Own:
     """Of LFM2 and LFM2-MoE. Raises ModelLoadError for experts that are chosen otherwise."""
-    if (gating := own.pop("expert_gating_func", _SIGMOID)) != _SIGMOID:
-        raise ModelLoadError(f"expert_gating_func must be {_SIGMOID}, sigmoid, got {gating!r:.100}")
+    _check_gating(own)
     return _kinds(own, "conv", FULL)
 
 
@@ -115,6 +130,11 @@ def nemotron_config(own: Own, tensors: Tensors, factors: Factors) -> Own:
         "layers_block_type": kinds[:num_layers],
         "mamba_head_dim": _head_size(own),
     }
+
+
+def _check_gating(own: Own) -> None:
+    if (gating := own.pop("expert_gating_func", _SIGMOID)) != _SIGMOID:
+        raise ModelLoadError(f"expert_gating_func must be {_SIGMOID}, sigmoid, got {gating!r:.100}")
 
 
 def _kinds(own: Own, recurrent: str, attention: str) -> Own:

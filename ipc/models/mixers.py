@@ -129,6 +129,59 @@ class GatedDeltaNetConfig(msgspec.Struct, frozen=True):
         )
 
 
+class KimiDeltaConfig(msgspec.Struct, frozen=True):
+    """A layer with Kimi Delta Attention (Moonshot AI 2025), as in Kimi Linear."""
+
+    num_heads: int
+    head_dim: int  # of queries, keys and values
+    kernel_size: int  # of the convolutions
+    eps: float  # of the norm
+
+    @property
+    def size(self) -> int:
+        """Features of all heads' queries, of their keys, and of their values."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """The last inputs of the convolutions of queries, keys and values, and the state of each
+        head.
+        """
+        return (
+            StatePart((self.kernel_size - 1, 3 * self.size), is_fp32=False),
+            StatePart((self.num_heads, self.head_dim, self.head_dim), is_fp32=True),
+        )
+
+    def weight_shapes(self, hidden_size: int) -> Shapes:
+        size, head_dim = self.size, self.head_dim
+        for part in ("q", "k", "v"):
+            yield f"{part}_proj.weight", [size, hidden_size]
+            yield f"{part}_conv1d.weight", [size, 1, self.kernel_size]
+        for part in ("f", "g"):  # of decays and of output gates, in two steps
+            yield f"{part}_a_proj.weight", [head_dim, hidden_size]
+            yield f"{part}_b_proj.weight", [size, head_dim]
+        yield "b_proj.weight", [self.num_heads, hidden_size]
+        yield "A_log", [1, 1, self.num_heads, 1]
+        yield "dt_bias", [size]
+        yield "o_norm.weight", [head_dim]
+        yield "o_proj.weight", [hidden_size, size]
+
+    def linear_shapes(self, hidden_size: int) -> list[tuple[int, int]]:
+        size, head_dim = self.size, self.head_dim
+        inputs = 3 * size, self.num_heads, 2 * head_dim
+        second = [(size, head_dim)] * 2
+        return [*((rows, hidden_size) for rows in inputs), *second, (hidden_size, size)]
+
+    def divided(self) -> dict[str, int]:
+        return {"linear_num_heads": self.num_heads}
+
+    def shared(self) -> dict[str, int]:
+        return {}
+
+    def of_rank(self, size: int) -> KimiDeltaConfig:
+        return replace(self, num_heads=self.num_heads // size)
+
+
 class ShortConvConfig(msgspec.Struct, frozen=True):
     """A gated short convolution, as in LFM2."""
 

@@ -61,7 +61,7 @@ def head_in_layers(config: DecoderConfig) -> float:
 def multiplied_weights(config: DecoderConfig, index: int) -> int:
     """The weights of a layer that a token multiplies."""
     size, layer, num_weights = config.hidden_size, config.layer(index), 0
-    if config.latent is not None:
+    if layer.has_attention and config.latent is not None:
         num_weights += config.latent.multiplied_weights(size, config.num_attention_heads)
     elif layer.has_attention:
         num_weights += sum(rows * columns for rows, columns in config.attention_shapes(layer))

@@ -69,6 +69,7 @@ CONTEXT_KEYS = (
     "max_seq_len",
     "seq_length",
     "max_sequence_length",
+    "model_max_length",
 )
 # max_position_embeddings is the length after scaling, or, for "dynamic", the length up to which no
 # scaling takes place. Beyond it the angles of "dynamic" depend on the current length of a sequence,

@@ -74,7 +74,10 @@ def stacked_pieces(
             whole = [count, *columns, stored_rows]
             place = slice(int(is_second), stored_rows, stored_rows // rows)
         pieces[name] = StackedPiece(stored, whole, int(match[2]), place, is_second, has_biases)
+    has_both = any(_RENAMED[0] in name for name in shapes)
     for name, shape in shapes.items():
         if name not in found and _RENAMED[0] in name:
             pieces[name] = StackedPiece(name.replace(*_RENAMED), shape, None)
+        elif has_both and _RENAMED[1] in name:  # transformers saves Kimi Linear's MLPs in this way
+            pieces[name] = StackedPiece(name.replace(*reversed(_RENAMED)), shape, None)
     return pieces

@@ -88,8 +88,9 @@ def gated_delta_rule(
     for t, own in walk(metadata, state):  # own [HV, DK, DV]
         q, k = (_normalised(x[t])[of_head] for x in (query, key))
         b = beta[t].float().sigmoid().to(beta.dtype).float()
-        g = -a_log.exp() * F.softplus(decay[t].float() + dt_bias)
-        own.mul_(g.exp()[:, None, None])
+        rate = -a_log.exp() if decay.dim() == 2 else -a_log.exp()[:, None]
+        g = rate * F.softplus(decay[t].float() + dt_bias)  # [HV] or [HV, DK]
+        own.mul_(g.exp().view(len(heads), -1, 1))
         delta = b[:, None] * (value[t].float() - torch.einsum("hkv,hk->hv", own, k))
         own.add_(k[:, :, None] * delta[:, None, :])
         out[t] = torch.einsum("hkv,hk->hv", own, q * query.shape[-1] ** -0.5)

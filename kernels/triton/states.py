@@ -386,6 +386,7 @@ def gated_delta_rule_kernel(
     value_stride,
     value_head,
     decay_stride,
+    decay_head,
     beta_stride,
     state_stride,
     scale,
@@ -396,8 +397,11 @@ def gated_delta_rule_kernel(
     KEY_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
+    DECAYS_ROWS: tl.constexpr,
 ):
-    """All tokens of one request, for BLOCK columns of one head's state [KEY_SIZE, SIZE]."""
+    """All tokens of one request, for BLOCK columns of one head's state [KEY_SIZE, SIZE].
+    DECAYS_ROWS: each row of the state has its own decay.
+    """
     row, head = tl.program_id(0), tl.program_id(1)
     begin, end, source, place, last, copy, copy_place = _tokens_of(
         row, starts_ptr, seq_lens_ptr, places_ptr, last_ptr, copy_ptr, copy_places_ptr
@@ -411,7 +415,10 @@ def gated_delta_rule_kernel(
     ptrs = state_ptr + (head * KEY_SIZE + k)[:, None] * SIZE + column[None, :]
     state = tl.load(ptrs + source * state_stride, mask=both & (source >= 0), other=0.0)
     rate = tl.exp(tl.load(a_log_ptr + head))
-    dt_bias = tl.load(dt_bias_ptr + head)
+    if DECAYS_ROWS:
+        dt_bias = tl.load(dt_bias_ptr + head * KEY_SIZE + k, mask=k_mask, other=0.0)
+    else:
+        dt_bias = tl.load(dt_bias_ptr + head)
     for t in range(begin, end):
         token = begin.to(tl.int64) + (t - begin)
         q_ptrs = query_ptr + token * query_stride + of_key * query_head + k
@@ -420,10 +427,17 @@ def gated_delta_rule_kernel(
         q = _normalised(tl.load(q_ptrs, mask=k_mask, other=0.0).to(tl.float32)) * scale
         key = _normalised(tl.load(k_ptrs, mask=k_mask, other=0.0).to(tl.float32))
         v = tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32)
-        decay = tl.load(decay_ptr + token * decay_stride + head).to(tl.float32)
+        decay_ptrs = decay_ptr + token * decay_stride + head * decay_head
+        if DECAYS_ROWS:
+            decay = tl.load(decay_ptrs + k, mask=k_mask, other=0.0).to(tl.float32)
+        else:
+            decay = tl.load(decay_ptrs).to(tl.float32)
         raw = tl.load(beta_ptr + token * beta_stride + head)
         beta = tl.sigmoid(raw.to(tl.float32)).to(raw.dtype).to(tl.float32)
-        state = state * tl.exp(-rate * _softplus(decay + dt_bias))
+        keep = tl.exp(-rate * _softplus(decay + dt_bias))
+        if DECAYS_ROWS:
+            keep = keep[:, None]
+        state = state * keep
         delta = beta * (v - tl.sum(state * key[:, None], axis=0))
         state += key[:, None] * delta[None, :]
         out = tl.sum(state * q[:, None], axis=0).to(out_ptr.dtype.element_ty)
@@ -462,7 +476,7 @@ def gated_delta_rule(
         *query.stride()[:2],
         *key.stride()[:2],
         *value.stride()[:2],
-        decay.stride(0),
+        *decay.stride()[:2],
         beta.stride(0),
         state.stride(0),
         key_size**-0.5,
@@ -473,6 +487,7 @@ def gated_delta_rule(
         KEY_BLOCK=triton.next_power_of_2(key_size),
         BLOCK=block,
         IS_INTERLEAVED=is_interleaved,
+        DECAYS_ROWS=decay.dim() == 3,
         **PLAIN,
     )
     return out

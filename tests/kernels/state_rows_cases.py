@@ -189,19 +189,29 @@ def delta_operands(
     key_size: int = 16,
     value_size: int = 16,
     is_interleaved: bool = False,
+    decays_rows: bool = False,
 ) -> Operands:
+    """decays_rows: each row of a state has its own decay."""
     sizes = [key_heads * key_size] * 2 + [value_heads * value_size]
     query, key, value = rand(num_tokens, sum(sizes), dtype=dtype).split(sizes, 1)
-    gates = rand(num_tokens, 2 * value_heads, dtype=dtype).chunk(2, 1)
+    beta, decay = rand(num_tokens, 2 * value_heads, dtype=dtype).chunk(2, 1)
+    a_log, dt_bias = (torch.rand(value_heads) * 16).log(), torch.randn(value_heads)
+    if decays_rows:
+        decay = rand(num_tokens, value_heads, key_size + 3, dtype=dtype)[..., :key_size]
+        dt_bias = torch.randn(value_heads, key_size)
     tokens = (
         query.unflatten(1, (key_heads, key_size)),
         key.unflatten(1, (key_heads, key_size)),
         value.unflatten(1, (value_heads, value_size)),
-        *gates,
+        decay,
+        beta,
     )
-    a_log, dt_bias = (torch.rand(value_heads) * 16).log(), torch.randn(value_heads)
     state = make_state(5, (value_heads, key_size, value_size), torch.float32)
     return Operands(tokens, (a_log, dt_bias), state, (is_interleaved,))
+
+
+def delta_of_rows_operands(num_tokens: int, dtype: torch.dtype) -> Operands:
+    return delta_operands(num_tokens, dtype, decays_rows=True)
 
 
 def own_delta_rule(
@@ -224,14 +234,16 @@ def own_delta_rule(
         return x.repeat(1, ratio, 1) if is_interleaved else x.repeat_interleave(ratio, 1)
 
     q, k, b = per_head(query) / query.shape[-1] ** 0.5, per_head(key), beta.sigmoid()
-    e = (-a_log.exp() * F.softplus(decay + dt_bias)).exp()
+    rate = -a_log.exp() if decay.dim() == 2 else -a_log.exp()[:, None]
+    e = (rate * F.softplus(decay + dt_bias)).exp()[..., None]
+    e = e[..., None] if decay.dim() == 2 else e
     eye, out = torch.eye(key.shape[-1], dtype=value.dtype), torch.empty_like(value)
 
     def states_after(tokens: slice, own: Tensor) -> list[Tensor]:
         found = []
         for t in range(tokens.start, tokens.stop):
             factor = b[t, :, None, None] * k[t, :, :, None]
-            own = (eye - factor * k[t, :, None]) @ own * e[t, :, None, None]
+            own = (eye - factor * k[t, :, None]) @ (own * e[t])
             own = own + factor * value[t, :, None]
             out[t] = (q[t, :, None] @ own)[:, 0]
             found.append(own)
@@ -246,7 +258,10 @@ def gated_delta_rule(dtype: torch.dtype) -> list[Case]:
         return stateful(f"{rows}, {sizes}", rows, operands, own_delta_rule)
 
     others = [(2, 4, 16, 16, True), (1, 1, 8, 8), (1, 3, 16, 40), (2, 2, 32, 24)]
-    others += [] if INTERPRETED else [(1, 2, 128, 128), (1, 2, 64, 72, True), (16, 16, 8, 32)]
+    others += [(2, 4, 16, 24, False, True)]
+    if not INTERPRETED:
+        others += [(1, 2, 128, 128), (1, 2, 64, 72, True), (16, 16, 8, 32)]
+        others += [(3, 3, 128, 128, False, True), (1, 2, 20, 40, True, True)]
     return [case(rows) for rows in some_rows()] + [case(SOME_ROWS[3], *one) for one in others]
 
 

@@ -15,6 +15,7 @@ from quire.tests.kernels.state_rows_cases import (
     Operands,
     Row,
     conv_operands,
+    delta_of_rows_operands,
     delta_operands,
     scan_operands,
     states_metadata,
@@ -22,13 +23,17 @@ from quire.tests.kernels.state_rows_cases import (
 from quire.tests.kernels.test_parity import DTYPES, all_implementations, label
 from torch import Tensor
 
-OPERANDS: dict[str, Callable[..., Operands]] = {
+OPERANDS: dict[str, Callable[..., Operands]] = {  # by operation, or operation and form
     "short_conv": conv_operands,
     "gated_delta_rule": delta_operands,
+    "gated_delta_rule of rows": delta_of_rows_operands,
     "selective_scan": scan_operands,
 }
 IMPLEMENTATIONS = [
-    (op, dtype, i) for op in OPERANDS for dtype in DTYPES for i in all_implementations(op, dtype)
+    (form, dtype, i)
+    for form in OPERANDS
+    for dtype in DTYPES
+    for i in all_implementations(form.partition(" ")[0], dtype)
 ]
 TOTAL = 12 if INTERPRETED else 41  # tokens of a request
 PLACE, OTHERS = 3, 4  # of the request; tokens of the requests beside it
@@ -47,10 +52,10 @@ def num_threads(request) -> Iterator[int]:
 class Request:
     """A request, whose tokens are computed in steps."""
 
-    def __init__(self, op: str, dtype: torch.dtype, function: Callable, num_tokens: int = TOTAL):
+    def __init__(self, form: str, dtype: torch.dtype, function: Callable, num_tokens: int = TOTAL):
         torch.manual_seed(20)
         self.function = function
-        self.operands = OPERANDS[op](num_tokens + OTHERS, dtype)
+        self.operands = OPERANDS[form](num_tokens + OTHERS, dtype)
         self.num_tokens = num_tokens
         self.operands.state.fill_(FILL)
 
@@ -75,9 +80,11 @@ class Request:
         return self.operands.state[place].clone()
 
 
-@pytest.mark.parametrize(("op", "dtype", "implementation"), IMPLEMENTATIONS, ids=label)
-def test_bits_depend_neither_on_cuts_nor_on_other_requests(op, dtype, implementation, num_threads):
-    request = Request(op, dtype, implementation.function)
+@pytest.mark.parametrize(("form", "dtype", "implementation"), IMPLEMENTATIONS, ids=label)
+def test_bits_depend_neither_on_cuts_nor_on_other_requests(
+    form, dtype, implementation, num_threads
+):
+    request = Request(form, dtype, implementation.function)
     expected, state = request.run([])
     assert expected.isfinite().all() and (state != FILL).any()
     some = [[1], [TOTAL - 1], [2, 3], [TOTAL // 2], [8, 9, 11], list(range(1, TOTAL))]
@@ -88,9 +95,9 @@ def test_bits_depend_neither_on_cuts_nor_on_other_requests(op, dtype, implementa
             assert torch.equal(own, state), (cuts, beside)
 
 
-@pytest.mark.parametrize(("op", "dtype", "implementation"), IMPLEMENTATIONS, ids=label)
-def test_a_state_is_kept_and_copied_after_the_tokens_that_a_step_names(op, dtype, implementation):
-    request = Request(op, dtype, implementation.function, 9)
+@pytest.mark.parametrize(("form", "dtype", "implementation"), IMPLEMENTATIONS, ids=label)
+def test_a_state_is_kept_and_copied_after_the_tokens_that_a_step_names(form, dtype, implementation):
+    request = Request(form, dtype, implementation.function, 9)
     expected, end = request.run([])
     states = []
     for count in range(1, 10):
@@ -114,9 +121,9 @@ def test_a_state_is_kept_and_copied_after_the_tokens_that_a_step_names(op, dtype
     assert torch.equal(request.state(), states[3])
 
 
-@pytest.mark.parametrize(("op", "dtype", "implementation"), IMPLEMENTATIONS, ids=label)
-def test_padding_touches_no_state(op, dtype, implementation):
-    operands = OPERANDS[op](3, dtype)
+@pytest.mark.parametrize(("form", "dtype", "implementation"), IMPLEMENTATIONS, ids=label)
+def test_padding_touches_no_state(form, dtype, implementation):
+    operands = OPERANDS[form](3, dtype)
     operands.state.fill_(torch.nan)
     rows = [Row(1, 0, -1), Row(1, 5, -1, copy=5, copy_place=2), Row(1, 0, -1)]
     result = implementation.function(*operands.args(states_metadata(rows)))

@@ -126,6 +126,7 @@ def gated_delta_rule(
         key_size=key.shape[2],
         value_size=value.shape[2],
         is_interleaved=is_interleaved,
+        decays_rows=decay.dim() == 3,
     )
     return out
 

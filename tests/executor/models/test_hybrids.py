@@ -44,6 +44,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2-moe": ("lfm2_moe", {}),
     "lfm3": ("lfm3", {}),
+    "kimi-linear": ("kimi_linear", {}),
+    "kimi-linear-query-rank": (
+        "kimi_linear",
+        {"q_lora_rank": 24, "linear_conv_kernel_dim": 3, "attention_bias": True},
+    ),
 }
 
 

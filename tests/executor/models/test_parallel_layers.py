@@ -23,7 +23,10 @@ KINDS = (
     *("phi3", "gemma4_text", "gpt_oss"),
 )
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3")
+HYBRIDS = (
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
+    "kimi_linear",
+)
 OF_MAMBA = ("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2")
 
 
@@ -101,6 +104,7 @@ def test_stages_give_the_tokens_of_one(tiny, kind, size, num_stages, arguments) 
         ("falcon_h1", 2, 2),
         ("mamba2", 1, 2),
         ("deepseek_v2", 1, 2),
+        ("kimi_linear", 2, 2),
         ("phi3", 1, 2),
         ("gemma4_text", 1, 2),
     ],

@@ -44,7 +44,8 @@ struct ShortConv : Call {
 
 // query and key [rows, key_heads, key_size], value [rows, value_heads, value_size], decay and beta
 // [rows, value_heads] -> out [rows, value_heads, value_size], as gated_delta_rule; state [.,
-// value_heads, key_size, value_size].
+// value_heads, key_size, value_size]. decays_rows: decay is [rows, value_heads, key_size] and
+// dt_bias [value_heads, key_size].
 struct GatedDeltaRule : Call {
     const void* query;
     const void* key;
@@ -56,8 +57,8 @@ struct GatedDeltaRule : Call {
     void* out;
     float* state;
     int64_t query_row, query_head, key_row, key_head, value_row, value_head;
-    int64_t decay_row, beta_row, state_row;
-    int64_t key_heads, value_heads, key_size, value_size, is_interleaved;
+    int64_t decay_row, decay_head, beta_row, state_row;
+    int64_t key_heads, value_heads, key_size, value_size, is_interleaved, decays_rows;
 };
 
 // x [rows, heads, head_size], dt [rows, heads], b and c [rows, groups, state_size] -> out [rows,

@@ -172,16 +172,28 @@ void short_conv(const Call& call, const Step& step, const Worker& worker) {
 //
 //   d = b (v - e S^T k),  o = e S^T q + d (k . q),  S = e S + k d^T
 //
-// The pass over S that adds k d^T of one token also sums S^T k and S^T q of the next one.
+// The pass over S that adds k d^T of one token also sums S^T k and S^T q of the next one. Where
+// each row of S has its own decay, S^T multiplies the products of the decays and k, or q.
 
 constexpr int DELTA_VECS = 2, DELTA_COLUMNS = DELTA_VECS * Vec::LANES;
 constexpr int DELTA_SUMS = 2;  // of every other row each, so that sums need not wait
 
 // What the tokens [begin, end) of a head need, at most STATE_TOKENS. Keys and queries are
-// normalised, and lie beside each other: [token][key_size].
+// normalised, and lie beside each other: [token][key_size]. `by_key` and `by_query` are what S is
+// multiplied by: keys and queries, or, with BY_ROW, these times the decays of rows, which are
+// `keeps`.
 struct DeltaInputs {
-    float *key, *query;
+    float *key, *query, *by_key, *by_query, *keeps;
     float keep[STATE_TOKENS], beta[STATE_TOKENS], dot[STATE_TOKENS];
+
+    // BY_ROW takes the memory of five arrays, else of two
+    static constexpr int arrays(bool by_row) { return by_row ? 5 : 2; }
+    DeltaInputs(float* memory, int64_t size, bool by_row)
+        : key(memory),
+          query(memory + size),
+          by_key(by_row ? memory + 2 * size : key),
+          by_query(by_row ? memory + 3 * size : query),
+          keeps(by_row ? memory + 4 * size : nullptr) {}
 };
 
 template <typename T>
@@ -203,7 +215,23 @@ inline float dot_of(const float* a, const float* b, int64_t size) {
     return sum.sum();
 }
 
+// The decays of the rows of one token, and its key and query times these.
 template <typename T>
+void prepare_decays(const GatedDeltaRule& a, int64_t head, int64_t token, Vec rate, int64_t offset,
+                    DeltaInputs& to) {
+    const T* decay = (const T*)a.decay + token * a.decay_row + head * a.decay_head;
+    const float* bias = a.dt_bias + head * a.key_size;
+    for (int64_t i = 0; i < a.key_size; i += Vec::LANES) {
+        const int64_t left = a.key_size - i, at = offset + i;
+        const Vec x = load_some(decay + i, left) + load_some(bias + i, left),
+                  keep = exp(rate * softplus(x));
+        store_some(keep, to.keeps + at, left);
+        store_some(load_some(to.key + at, left) * keep, to.by_key + at, left);
+        store_some(load_some(to.query + at, left) * keep, to.by_query + at, left);
+    }
+}
+
+template <typename T, bool BY_ROW>
 void prepare_delta(const GatedDeltaRule& a, int64_t head, int64_t begin, int64_t end,
                    DeltaInputs& to) {
     const int64_t of_key =
@@ -217,6 +245,8 @@ void prepare_delta(const GatedDeltaRule& a, int64_t head, int64_t begin, int64_t
         ask_for((const T*)a.key + token * a.key_row + of_key * a.key_head, a.key_size);
         ask_for((const T*)a.query + token * a.query_row + of_key * a.query_head, a.key_size);
         ask_for((const T*)a.value + token * a.value_row + head * a.value_head, a.value_size);
+        if (BY_ROW)
+            ask_for((const T*)a.decay + token * a.decay_row + head * a.decay_head, a.key_size);
     }
     for (int64_t token = begin; token < end; token++) {
         float *key = to.key + (token - begin) * a.key_size,
@@ -228,19 +258,24 @@ void prepare_delta(const GatedDeltaRule& a, int64_t head, int64_t begin, int64_t
         to.dot[token - begin] = dot_of(key, query, a.key_size);
     }
     const Vec rate = Vec() - exp(Vec(a.a_log[head]));
-    map_column((const T*)a.decay + begin * a.decay_row + head, a.decay_row, a.dt_bias[head],
-               end - begin, to.keep, [&](Vec x) { return exp(rate * softplus(x)); });
+    if constexpr (BY_ROW)
+        for (int64_t token = begin; token < end; token++)
+            prepare_decays<T>(a, head, token, rate, (token - begin) * a.key_size, to);
+    else
+        map_column((const T*)a.decay + begin * a.decay_row + head, a.decay_row, a.dt_bias[head],
+                   end - begin, to.keep, [&](Vec x) { return exp(rate * softplus(x)); });
     map_column((const T*)a.beta + begin * a.beta_row + head, a.beta_row, 0.0f, end - begin, to.beta,
                [](Vec x) { return Number<T>::round(sigmoid(x)); });
 }
 
-// One pass over DELTA_COLUMNS columns of S [rows, .]. UPDATE: S = keep * S + old_key change^T.
-// DOTS: of_key = S^T key and of_query = S^T query.
-template <bool UPDATE, bool DOTS>
+// One pass over DELTA_COLUMNS columns of S [rows, .]. UPDATE: S = keep * S + old_key change^T, with
+// a `keep` for each row if BY_ROW. DOTS: of_key = S^T key and of_query = S^T query.
+template <bool BY_ROW, bool UPDATE, bool DOTS>
 inline ALWAYS_INLINE void delta_pass(float* state, int64_t stride, int64_t rows,
-                                     const float* old_key, Vec keep, const Vec* change,
+                                     const float* old_key, const float* keep, const Vec* change,
                                      const float* key, const float* query, Vec* of_key,
                                      Vec* of_query) {
+    const Vec keep_all(UPDATE && !BY_ROW ? *keep : 1.0f);
     Vec keys[DELTA_SUMS][DELTA_VECS], queries[DELTA_SUMS][DELTA_VECS], changes[DELTA_VECS];
     for (int i = 0; UPDATE && i < DELTA_VECS; i++) changes[i] = change[i];
     const auto add = [&](int64_t row, int sum) ALWAYS_INLINE {
@@ -248,7 +283,8 @@ inline ALWAYS_INLINE void delta_pass(float* state, int64_t stride, int64_t rows,
             float* p = state + row * stride + i * Vec::LANES;
             Vec x = Vec::load(p);
             if (UPDATE) {
-                x = Vec::fma(Vec(old_key[row]), changes[i], x * keep);
+                x = Vec::fma(Vec(old_key[row]), changes[i],
+                             x * (BY_ROW ? Vec(keep[row]) : keep_all));
                 x.store(p);
             }
             if (DOTS) {
@@ -268,66 +304,69 @@ inline ALWAYS_INLINE void delta_pass(float* state, int64_t stride, int64_t rows,
 }
 
 // DELTA_COLUMNS columns, of which the first `columns` count, for `count` tokens.
-template <typename T>
+template <typename T, bool BY_ROW>
 void delta_columns(const GatedDeltaRule& a, const DeltaInputs& in, float* state, int64_t stride,
                    const T* value, T* out, int64_t count, int64_t columns) {
     const int64_t size = a.key_size, out_row = a.value_heads * a.value_size;
     Vec of_key[DELTA_VECS], of_query[DELTA_VECS], change[DELTA_VECS];
-    delta_pass<false, true>(state, stride, size, nullptr, Vec(), nullptr, in.key, in.query, of_key,
-                            of_query);
+    delta_pass<BY_ROW, false, true>(state, stride, size, nullptr, nullptr, nullptr, in.by_key,
+                                    in.by_query, of_key, of_query);
     for (int64_t t = 0; t < count; t++) {
-        const Vec keep(in.keep[t]);
+        const auto kept = [&](Vec x) { return BY_ROW ? x : Vec(in.keep[t]) * x; };
         for (int i = 0; i < DELTA_VECS; i++) {
             const int64_t column = i * Vec::LANES, left = columns - column;
             if (left <= 0) break;
             const Vec v = load_some(value + t * a.value_row + column, left);
-            change[i] = Vec(in.beta[t]) * (v - keep * of_key[i]);
-            store_some(Vec::fma(change[i], Vec(in.dot[t]), keep * of_query[i]),
+            change[i] = Vec(in.beta[t]) * (v - kept(of_key[i]));
+            store_some(Vec::fma(change[i], Vec(in.dot[t]), kept(of_query[i])),
                        out + t * out_row + column, left);
         }
-        const float *key = in.key + t * size, *query = in.query + t * size;
+        const float *key = in.key + t * size, *keep = BY_ROW ? in.keeps + t * size : in.keep + t;
+        const int64_t next = (t + 1) * size;
         if (t + 1 < count)
-            delta_pass<true, true>(state, stride, size, key, keep, change, key + size, query + size,
-                                   of_key, of_query);
+            delta_pass<BY_ROW, true, true>(state, stride, size, key, keep, change, in.by_key + next,
+                                           in.by_query + next, of_key, of_query);
         else
-            delta_pass<true, false>(state, stride, size, key, keep, change, nullptr, nullptr,
-                                    nullptr, nullptr);
+            delta_pass<BY_ROW, true, false>(state, stride, size, key, keep, change, nullptr,
+                                            nullptr, nullptr, nullptr);
     }
 }
 
-template <typename T>
+template <typename T, bool BY_ROW>
 void delta_rows(const GatedDeltaRule& a, const Step& step, const Worker& worker) {
     // whole heads, unless these are too few for the threads
     const int64_t heads = step.num_requests * a.value_heads,
                   blocks = ceil_div(a.value_size, DELTA_COLUMNS),
                   parts = heads >= 3 * worker.count ? 1 : blocks,
                   width = parts == 1 ? a.value_size : DELTA_COLUMNS, count = heads * parts;
-    const int64_t numbers = STATE_TOKENS * a.key_size;
-    float* memory = (float*)worker.scratch(
-        (2 * numbers + a.key_size * round_up(width, DELTA_COLUMNS)) * sizeof(float));
-    DeltaInputs in;
-    in.key = memory, in.query = memory + numbers;
+    const int64_t numbers = STATE_TOKENS * a.key_size,
+                  inputs = DeltaInputs::arrays(BY_ROW) * numbers;
+    float* memory = (float*)worker.scratch((inputs + a.key_size * round_up(width, DELTA_COLUMNS)) *
+                                           sizeof(float));
+    DeltaInputs in(memory, numbers, BY_ROW);
     for (int64_t item; (item = worker.next(count)) < count;) {
         const int64_t head = item / parts % a.value_heads, first = item % parts * width,
                       columns = std::min(width, a.value_size - first);
         const StateRow row(step, item / (parts * a.value_heads));
         const StatePart part{a.state + head * a.key_size * a.value_size + first, a.state_row,
                              a.key_size, columns, a.value_size};
-        walk_state(row, part, DELTA_COLUMNS, memory + 2 * numbers,
+        walk_state(row, part, DELTA_COLUMNS, memory + inputs,
                    [&](int64_t begin, int64_t end, float* state, int64_t stride) {
-                       prepare_delta<T>(a, head, begin, end, in);
+                       prepare_delta<T, BY_ROW>(a, head, begin, end, in);
                        const T* value =
                            (const T*)a.value + begin * a.value_row + head * a.value_head + first;
                        T* out = (T*)a.out + (begin * a.value_heads + head) * a.value_size + first;
                        for (int64_t column = 0; column < columns; column += DELTA_COLUMNS)
-                           delta_columns(a, in, state + column, stride, value + column,
-                                         out + column, end - begin, columns - column);
+                           delta_columns<T, BY_ROW>(a, in, state + column, stride, value + column,
+                                                    out + column, end - begin, columns - column);
                    });
     }
 }
 
 void gated_delta_rule(const Call& call, const Step& step, const Worker& worker) {
-    FOR_DTYPE(call.dtype, delta_rows<T>((const GatedDeltaRule&)call, step, worker));
+    const GatedDeltaRule& a = (const GatedDeltaRule&)call;
+    if (a.decays_rows) FOR_DTYPE(call.dtype, (delta_rows<T, true>(a, step, worker)));
+    else FOR_DTYPE(call.dtype, (delta_rows<T, false>(a, step, worker)));
 }
 
 // ------------------------------------------------------------ selective scan

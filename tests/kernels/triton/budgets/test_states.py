@@ -14,10 +14,10 @@ def multiply() -> torch.Tensor:
     return states.multiply(x, gate, "sigmoid")
 
 
-def delta_rule() -> torch.Tensor:
+def delta_rule(decays_rows: bool = False) -> torch.Tensor:
     heads = bf16(8, 64, 128)
-    gates = bf16(8, 32), bf16(8, 32)
-    weights = f32(32), f32(32)
+    gates = bf16(8, 32, 128) if decays_rows else bf16(8, 32), bf16(8, 32)
+    weights = f32(32), f32(32, 128) if decays_rows else f32(32)
     state = f32(9, 32, 128, 128)
     return states.gated_delta_rule(
         heads[:, :16],
@@ -52,6 +52,7 @@ BUDGETS = [
     # weights lie tap by tap, and programs of one warp's width have narrow loads
     Budget("short_conv", conv, registers=64, launches=2, wide_loads=False),
     Budget("gated_delta_rule", delta_rule, registers=168),
+    Budget("gated_delta_rule of rows", lambda: delta_rule(True), registers=168),
     Budget("selective_scan", scan, registers=168),
 ]
 

@@ -57,7 +57,7 @@ class HeadBuilder:
         self.shape: DecoderConfig = (
             eagle3_config(hf_config)
             if row is None or method == "eagle3"
-            else head_config(row.parse(hf_config))
+            else head_config(row, hf_config)
         )
         if self.shape.hidden_size != target.hidden_size:
             raise InvalidParameterError(
@@ -91,11 +91,12 @@ class HeadBuilder:
             fill_eagle3(head.weights(), size, layers, weights, tokens, make.fill)
         else:
             assert self._row is not None
-            names = find_head(directory, builder.shape.num_hidden_layers)
+            num_layers = self.shape.num_hidden_layers
+            names = find_head(directory, builder.shape.num_hidden_layers, num_layers)
             blocks = BlocksOfRow(self._row, self.shape, make, sizes[1])
             parts = blocks.attention, blocks.mlp, blocks.norms, self._row.names, None, False
-            layer = make_layer(make, self.shape, 0, *parts)
-            head = MTPHead(make, self.shape, self._rows, layer, names.is_hidden_first)
+            layers = [make_layer(make, self.shape, index, *parts) for index in range(num_layers)]
+            head = MTPHead(make, self.shape, self._rows, layers, names.is_hidden_first)
             stored_as = parse_quantization(model_config.hf_config)
             load_mtp(head, names, directory, report, make.fill, stored_as)
         report("load the head", 1.0)

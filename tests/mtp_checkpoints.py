@@ -1,6 +1,6 @@
 """Tiny checkpoints with a head for multi-token prediction, and that head in torch.
 
-The head's layer is the last one of a model in transformers' code that has a layer more than the
+The head's layers are the last ones of a model in transformers' code that has more layers than the
 checkpoint says.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+NEMOTRON = "nemotron_h"
 _FILE, _CONFIG = "model.safetensors", "config.json"
 # what writes to the residual stream
 _OUTPUTS = re.compile(r"\.(o_proj|out_proj|down_proj)\.weight$")
@@ -39,22 +42,15 @@ def save_with_head(
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
-    config = make_tiny_config(kind, **overrides)
+    config, larger = (make_tiny_config(kind, **overrides) for _ in range(2))
     count, size = config.num_hidden_layers, config.hidden_size
-    keys: dict[str, Any] = {"num_hidden_layers": count + 1}
-    if kind in QWEN:
-        keys["layer_types"] = [*config.layer_types, "full_attention"]
-    larger = make_tiny_config(kind, **overrides)
-    for key, value in keys.items():
-        setattr(larger, key, value)
-    if isinstance(kinds := getattr(larger, "mlp_layer_types", None), list):
-        larger.mlp_layer_types = [*kinds, "sparse"]
+    _add_layers(larger)
     model = AutoModelForCausalLM.from_config(larger)
     randomize(model, 0)
     model.save_pretrained(directory)
     save_tiny_tokenizer(directory)
     stored = json.loads((directory / _CONFIG).read_text())
-    for key in ("layer_types", "mlp_layer_types"):
+    for key in ("layer_types", "mlp_layer_types", "layers_block_type"):
         if isinstance(stored.get(key), list):
             stored[key] = stored[key][:count]
     further = "mtp_num_hidden_layers" if kind in QWEN else "num_nextn_predict_layers"
@@ -65,27 +61,48 @@ def save_with_head(
     for name, shape in (("fc", (size, 2 * size)), *((name, (size,)) for name in _NORMS)):
         noise = torch.randn(shape, generator=generator)
         tensors[name] = 1 + 0.2 * noise if len(shape) == 1 else noise * (1.6 / shape[1] ** 0.5)
-    if is_right:
-        _make_right(tensors, f"model.layers.{count}.", offset=float(kind in QWEN))
     names = _names(kind, count)
+    if is_right:
+        of_layers = tuple(name for name in names if name.endswith("."))
+        _make_right(tensors, of_layers, offset=float(kind in QWEN))
     tensors = {_renamed(name, names): t.to(getattr(torch, dtype)) for name, t in tensors.items()}
     save_file(tensors, directory / _FILE, metadata={"format": "pt"})
     return directory
 
 
+def _add_layers(config: Any) -> None:
+    """Adds the layers of the head to those of the model."""
+    kind = config.model_type
+    if kind == NEMOTRON:
+        config.layer_types = [*config.layer_types, "full_attention", "moe"]
+        return
+    config.num_hidden_layers += 1
+    if kind in QWEN:
+        config.layer_types = [*config.layer_types, "full_attention"]
+    if isinstance(kinds := getattr(config, "mlp_layer_types", None), list):
+        config.mlp_layer_types = [*kinds, "sparse"]
+
+
+_FINAL_NORMS = "model.norm.weight", "backbone.norm_f.weight"
 _NORMS = ("token_norm", "hidden_norm", "head_norm")
 
 
 def _names(kind: str, count: int) -> dict[str, str]:
     """What stands in front in the checkpoint, for the beginnings of names."""
-    layer = f"model.layers.{count}."
+    layers = [f"model.layers.{count}."]
     if kind in QWEN:
         own = "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
-        to = "mtp.layers.0."
+        to = ["mtp.layers.0."]
+    elif kind == NEMOTRON:
+        layers = [f"backbone.layers.{index}." for index in (count, count + 1)]
+        to = ["mtp.layers.0.", "mtp.layers.1."]
+        first = (to[0] + name for name in ("eh_proj", "enorm", "hnorm"))
+        own = *first, to[1] + "final_layernorm"
     else:
-        own = tuple(layer + name for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm"))
-        to = layer
-    return {name: f"{new}.weight" for name, new in zip(("fc", *_NORMS), own)} | {layer: to}
+        to = layers
+        own = tuple(to[0] + name for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm"))
+    names = {name: f"{new}.weight" for name, new in zip(("fc", *_NORMS), own)}
+    return names | dict(zip(layers, to))
 
 
 def _renamed(name: str, names: dict[str, str]) -> str:
@@ -95,15 +112,18 @@ def _renamed(name: str, names: dict[str, str]) -> str:
     return name
 
 
-def _make_right(tensors: dict[str, Tensor], layer: str, offset: float) -> None:
-    """offset: what the model adds to weights of norms."""
-    size = len(tensors["model.norm.weight"])
+def _make_right(tensors: dict[str, Tensor], layers: tuple[str, ...], offset: float) -> None:
+    """layers: the beginnings of names of the head's. offset: what the model adds to weights of
+    norms.
+    """
+    [norm] = (tensors[name] for name in _FINAL_NORMS if name in tensors)
+    size = len(norm)
     for name, tensor in tensors.items():
         if _OUTPUTS.search(name):
-            tensors[name] = tensor * (0.01 if name.startswith(layer) else 0.02)
+            tensors[name] = tensor * (0.01 if name.startswith(layers) else 0.02)
     tensors["fc"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
     tensors["token_norm"] = torch.full((size,), 1 - offset)
-    tensors["head_norm"] = tensors["model.norm.weight"].clone()
+    tensors["head_norm"] = norm.clone()
 
 
 class TorchHead:
@@ -118,12 +138,13 @@ class TorchHead:
         stored, names = load_file(directory / _FILE), _names(self.kind, count)
         back = {new: old for old, new in names.items()}
         self.tensors = {_renamed(name, back): t.float() for name, t in stored.items()}
-        self.prefix = f"model.layers.{count}."
+        self.prefix = f"model.layers.{count}."  # of Qwen's layer
         self.offset = float(self.kind in QWEN)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.tensors[name] + self.offset
-        return F.rms_norm(x, x.shape[-1:], weight, self.config.rms_norm_eps)
+        eps = self.config.layer_norm_epsilon if self.kind == NEMOTRON else self.config.rms_norm_eps
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
 
     @torch.no_grad()
     def hidden(self, token_ids: list[int]) -> Tensor:
@@ -135,10 +156,11 @@ class TorchHead:
         """token_ids [T]: the one after each position; state [T, hidden_size] -> logits [T,
         vocab_size] and the next state.
         """
-        token = self._norm(self.tensors["model.embed_tokens.weight"][token_ids], "token_norm")
+        embedding = self.model.get_input_embeddings()
+        token = self._norm(embedding(torch.tensor(token_ids)), "token_norm")
         joined = torch.cat([token, self._norm(state, "hidden_norm")], 1)
         x = joined @ self.tensors["fc"].T
-        x = self._qwen_layer(x) if self.kind in QWEN else self._layer_of_transformers(x)
+        x = self._qwen_layer(x) if self.kind in QWEN else self._layers_of_transformers(x)
         x = self._norm(x, "head_norm")
         return x @ self.tensors["lm_head.weight"].T, x
 
@@ -204,20 +226,26 @@ class TorchHead:
         gate, up = (x @ self._of_layer(f"{block}.{name}").T for name in ("gate_proj", "up_proj"))
         return (F.silu(gate) * up) @ self._of_layer(f"{block}.down_proj").T
 
-    def _layer_of_transformers(self, x: Tensor) -> Tensor:
+    def _layers_of_transformers(self, x: Tensor) -> Tensor:
+        model, positions = self._larger.model, torch.arange(len(x))[None]
+        x = x[None]
+        for layer in model.layers[self.config.num_hidden_layers :]:
+            if self.kind == NEMOTRON:
+                x = layer(x, position_ids=positions)
+                continue
+            angles = model.rotary_emb(x, positions)
+            x = layer(x, attention_mask=None, position_ids=positions, position_embeddings=angles)
+        return x[0]
+
+    @cached_property
+    def _larger(self) -> Any:
+        """The model with the layers of the head."""
         from transformers import AutoModelForCausalLM
 
-        if not hasattr(self, "_larger"):
-            config = type(self.config).from_dict(self.config.to_dict())
-            config.num_hidden_layers += 1
-            if isinstance(kinds := getattr(config, "mlp_layer_types", None), list):
-                config.mlp_layer_types = [*kinds, "sparse"]
-            directory = self.config.name_or_path
-            self._larger = AutoModelForCausalLM.from_pretrained(
-                directory, config=config, dtype=torch.float32
-            )
-        model, positions = self._larger.model, torch.arange(len(x))[None]
-        angles = model.rotary_emb(x[None], positions)
-        return model.layers[-1](
-            x[None], attention_mask=None, position_ids=positions, position_embeddings=angles
-        )[0]
+        config = type(self.config).from_dict(self.config.to_dict())
+        _add_layers(config)
+        with tempfile.TemporaryDirectory() as directory:
+            config.save_pretrained(directory)
+            own = {n: t.contiguous() for n, t in self.tensors.items() if n not in ("fc", *_NORMS)}
+            save_file(own, Path(directory) / _FILE, metadata={"format": "pt"})
+            return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

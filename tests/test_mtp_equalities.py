@@ -18,7 +18,7 @@ from quire.ipc.params import RequestOutputKind
 from quire.kernels.cpu.native.library import library
 from quire.kernels.cpu.native.replay import Program
 from quire.tests.client_forms import closing, make_async_engine, make_engine
-from quire.tests.mtp_checkpoints import QWEN, save_with_head
+from quire.tests.mtp_checkpoints import NEMOTRON, QWEN, save_with_head
 from quire.tests.test_bit_equalities import assert_same_bits, name_of, run
 from quire.tests.workloads import Job, random_jobs
 
@@ -30,7 +30,7 @@ FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=36, num_sche
 DRAFTING = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
 
 
-@pytest.fixture(scope="module", params=[*QWEN, "glm4_moe_lite"])
+@pytest.fixture(scope="module", params=[*QWEN, "glm4_moe_lite", NEMOTRON])
 def model(request, tmp_path_factory) -> str:
     directory = tmp_path_factory.mktemp(request.param)
     return str(save_with_head(directory, request.param, "bfloat16", is_right=True))
@@ -99,7 +99,7 @@ def test_a_stream_continues_on_another_engine(tmp_path):
     params = SamplingParams(
         temperature=0.8,
         seed=4,
-        max_tokens=90,
+        max_tokens=180,  # many, so that the engine dies before the last one
         ignore_eos=True,
         logprobs=1,
         output_kind=RequestOutputKind.CUMULATIVE,

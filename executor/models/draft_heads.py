@@ -209,8 +209,8 @@ class JoinedLinear:
 
 
 class MTPHead(DraftHead):
-    """Multi-token prediction: a layer of the model's kind, which reads a projection of a token's
-    embedding and a hidden state.
+    """Multi-token prediction: layers of the model's kind, of which the first one reads a projection
+    of a token's embedding and a hidden state.
     """
 
     def __init__(
@@ -218,10 +218,10 @@ class MTPHead(DraftHead):
         make: LayerFactory,
         config: DecoderConfig,
         rows: int,
-        layer: DecoderLayer,
+        layers: list[DecoderLayer],
         is_hidden_first: bool,
     ):
-        """`config` is that of a stack with `layer` alone, which has norms before its blocks.
+        """`config` is that of a stack with `layers` alone, which have norms before their blocks.
         is_hidden_first: see JoinedLinear.
         """
         super().__init__(make, config, rows)
@@ -229,7 +229,7 @@ class MTPHead(DraftHead):
         self.fc = JoinedLinear("fc", make, size, is_hidden_first)
         self.token_norm = make.norm("token_norm", size, config)
         self.hidden_norm = make.norm("hidden_norm", size, config)
-        self.layer = layer
+        self.layers = layers
         self.norm = make.norm("norm", size, config)
 
     def __call__(
@@ -237,24 +237,27 @@ class MTPHead(DraftHead):
     ) -> torch.Tensor:
         """token_ids [T], positions [T] -> [T, hidden_size], normed"""
         state = self.state[: len(token_ids)]
-        attention, mlp = self.layer.blocks
+        blocks = [block for layer in self.layers for block in layer.blocks]
+        first, *following = [block.before for block in blocks]
         hidden = self.hidden_norm(state)
         residual = self.fc(self.token_norm(self.embed_tokens(token_ids)), hidden)
-        assert attention.before is not None and mlp.before is not None
-        x = attention.compute(attention.before(residual), positions, metadata)
-        mlp.before.add(x, residual)
-        x = mlp.compute(x, positions, metadata)
-        self.norm.add(x, residual)
+        assert first is not None
+        x = first(residual)
+        for block, norm in zip(blocks, [*following, self.norm]):
+            assert norm is not None
+            x = block.compute(x, positions, metadata)
+            norm.add(x, residual)
         self.ops.scale(state, 0.0)
         self.ops.add(x, state)
         return x
 
     def attention_layers(self) -> list[Any]:
-        return [self.layer.self_attn]
+        return [layer.self_attn for layer in self.layers if layer.self_attn is not None]
 
     def weights(self) -> Weights:
         """Names as in ipc/models/draft_heads.py."""
         yield from self.fc.weights("")
         for norm in (self.token_norm, self.hidden_norm, self.norm):
             yield from norm.weights("")
-        yield from self.layer.weights("layer.")
+        for index, layer in enumerate(self.layers):
+            yield from layer.weights(f"layers.{index}.")

@@ -62,7 +62,7 @@ def load_gguf_weights(
     origin = check_gguf_tensors(
         file,
         {name: list(tensor.shape) for name, tensor in missing.items()},
-        "" if head is None else head.layer,
+        "" if head is None else head.layers[0],
     )
     _check_rope(path, getattr(model.config, "rope", {}), read_rope_factors(file))
     num_elements = {name: tensor.numel() for name, tensor in missing.items()}

@@ -119,7 +119,7 @@ def _check_mtp(directory: Path, target: ModelConfig) -> None:
     # know all architectures, which a help text does not need
     from ...ipc.models.architectures import ARCHITECTURES
     from ...ipc.models.decoder_config import DecoderConfig
-    from ...ipc.models.draft_heads import find_head, why_no_head
+    from ...ipc.models.draft_heads import find_head, head_config, why_no_head
     from ...ipc.models.fallback_architectures import parse_model
 
     try:
@@ -128,6 +128,9 @@ def _check_mtp(directory: Path, target: ModelConfig) -> None:
         return  # of a plugin: the engine knows it
     if not isinstance(shape, DecoderConfig):
         raise InvalidParameterError(OPTION, "needs a model that generates text")
-    if reason := why_no_head(ARCHITECTURES.get(architecture), shape):
+    row = ARCHITECTURES.get(architecture)
+    if reason := why_no_head(row, shape):
         raise InvalidParameterError(OPTION, f"method mtp is not offered for {reason}")
-    find_head(directory, shape.num_hidden_layers)
+    assert row is not None
+    head = head_config(row, target.hf_config)
+    find_head(directory, shape.num_hidden_layers, head.num_hidden_layers)

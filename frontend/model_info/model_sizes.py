@@ -211,10 +211,10 @@ def measure_mtp_head(hf_config: dict[str, Any]) -> HeadSizes:
 
     Raises ModelLoadError for a model that the engine would reject.
     """
-    _, architecture, config = parse_model(hf_config)
+    _, architecture, _ = parse_model(hf_config)
     row = ARCHITECTURES[architecture]
-    assert isinstance(config, DecoderConfig)
-    shapes, own = head_shapes(row, config), replace(head_config(config), has_lm_head=False)
+    own = replace(head_config(row, hf_config), has_lm_head=False)
+    shapes = head_shapes(row, own)
     num_fp32, size = _count_fp32(own, shapes, _norms_of_layers(row, shapes)), own.hidden_size
     linears = *_linear_shapes(own, architecture), *[(size, size)] * 2
     num_parameters = sum(map(prod, shapes.values()))

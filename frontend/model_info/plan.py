@@ -383,11 +383,11 @@ def _bytes_of_head_blocks(config: EngineConfig, draft: ModelConfig, head: HeadSi
     if quantization is None and not is_gguf(path):
         return None
     _, _, target = parse_model(config.model_config.hf_config, config.model_config.model_impl)
-    names = find_head(path, target.num_hidden_layers)
+    names = find_head(path, target.num_hidden_layers, head.config.num_hidden_layers)
     shapes = {names.of(name): shape for name, shape in head.shapes.items()}
     fc = names.of("fc.weight")
     if is_gguf(path):
-        tensors = check_gguf_tensors(read_gguf(path), shapes, names.layer)
+        tensors = check_gguf_tensors(read_gguf(path), shapes, names.layers[0])
         fc_bytes = prod(tensors.pop(fc).shape) * DTYPE_BYTES[draft.dtype]
         num_bytes = weights_in_memory(tensors, draft.dtype, keeps_blocks=True)
         return num_bytes + fc_bytes + head.wider_bytes(draft.dtype)

@@ -98,7 +98,9 @@ class Architecture(msgspec.Struct, frozen=True):
     checkpoint has q, k and v in one tensor, and gate and up in another.
 
     `read_keys` returns config.json with the keys that other decoders have, and `read_fields` fields
-    of DecoderConfig, where keys of the family's own determine them.
+    of DecoderConfig, where keys of the family's own determine them. `head_keys` returns the keys of
+    config.json that describe the layers of a head that drafts as if they were the model's
+    (draft_heads.py); None: it has one layer with attention and what follows it in other layers.
     """
 
     model_type: str
@@ -124,6 +126,7 @@ class Architecture(msgspec.Struct, frozen=True):
     experts: ExpertsFormat | None = None
     read_keys: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     read_fields: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    head_keys: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     def parse(self, hf_config: dict[str, Any]) -> DecoderConfig:
         missing = {key: self.defaults[key] for key in self.defaults if hf_config.get(key) is None}
@@ -637,6 +640,7 @@ ARCHITECTURES = {
         ),
         read_keys=Later("mamba_families", "nemotron_keys"),
         read_fields=Later("mamba_families", "nemotron_fields"),
+        head_keys=Later("mamba_families", "nemotron_head_keys"),
     ),
     "Mamba2ForCausalLM": Architecture(
         "mamba2",

@@ -4,9 +4,9 @@ large it is.
 Must not know: torch, tensors' values, how a head computes, requests.
 
 A head for multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3) is a layer of the model's kind
-after a projection of two inputs, each with a norm. Its tensors have these names here: fc,
-token_norm, hidden_norm, norm, and those of the layer. A head of EAGLE-3 (Li et al. 2025) is a layer
-of Llama's kind.
+after a projection of two inputs, each with a norm; Nemotron-H, whose layers have one block, has two
+layers there. Its tensors have these names here: fc, token_norm, hidden_norm, norm, and those of
+layers. A head of EAGLE-3 (Li et al. 2025) is a layer of Llama's kind.
 """
 
 from __future__ import annotations
@@ -37,27 +37,30 @@ class HeadNames(NamedTuple):
     token_norm: str
     hidden_norm: str
     norm: str
-    layer: str
+    layers: tuple[str, ...]
     is_hidden_first: bool = False
 
     def of(self, name: str) -> str:
-        """The checkpoint's name of one of a head's tensors: fc.weight, layer.mlp.up_proj.weight."""
+        """The checkpoint's name of a tensor of the head: fc.weight, layers.0.mlp.up_proj.weight."""
         part, _, rest = name.partition(".")
-        return f"{self._asdict()[part]}.{rest}"
+        if part != "layers":
+            return f"{self._asdict()[part]}.{rest}"
+        index, _, rest = rest.partition(".")
+        return f"{self.layers[int(index)]}.{rest}"
 
 
-def known_names(num_layers: int) -> list[HeadNames]:
-    """The names of MiMo, of DeepSeek and GLM, and of Qwen. The model has `num_layers` layers;
-    DeepSeek and GLM number the head's layer after them.
+def known_names(num_layers: int, num_head_layers: int = 1) -> list[HeadNames]:
+    """The names of MiMo, of DeepSeek and GLM, of Qwen, and of Nemotron-H. DeepSeek and GLM number
+    the head's layer after the model's `num_layers`; Nemotron-H has `num_head_layers` layers in it.
     """
-    mimo = "model.mtp_layers.0"
+    mimo, last = "model.mtp_layers.0", num_head_layers - 1
     return [
         HeadNames(
             f"{mimo}.input_proj",
             f"{mimo}.token_layernorm",
             f"{mimo}.hidden_layernorm",
             f"{mimo}.final_layernorm",
-            mimo,
+            (mimo,),
             is_hidden_first=True,
         ),
         _of_deepseek(num_layers),
@@ -66,7 +69,14 @@ def known_names(num_layers: int) -> list[HeadNames]:
             "mtp.pre_fc_norm_embedding",
             "mtp.pre_fc_norm_hidden",
             "mtp.norm",
-            "mtp.layers.0",
+            ("mtp.layers.0",),
+        ),
+        HeadNames(
+            "mtp.layers.0.eh_proj",
+            "mtp.layers.0.enorm",
+            "mtp.layers.0.hnorm",
+            f"mtp.layers.{last}.final_layernorm",
+            tuple(f"mtp.layers.{index}" for index in range(num_head_layers)),
         ),
     ]
 
@@ -74,21 +84,25 @@ def known_names(num_layers: int) -> list[HeadNames]:
 def _of_deepseek(num_layers: int) -> HeadNames:
     layer = f"model.layers.{num_layers}"
     norms = f"{layer}.enorm", f"{layer}.hnorm", f"{layer}.shared_head.norm"
-    return HeadNames(f"{layer}.eh_proj", *norms, layer)
+    return HeadNames(f"{layer}.eh_proj", *norms, (layer,))
 
 
-def find_head(directory: Path, num_layers: int) -> HeadNames:
+def find_head(directory: Path, num_layers: int, num_head_layers: int) -> HeadNames:
     """Finds the names that safetensors files use; see known_names. Tensors of a GGUF file, whose
     path `directory` is, have those of DeepSeek (gguf_architectures.py). Raises ModelLoadError where
-    there is no head, and for files that cannot be read.
+    there is no head with so many layers, and for files that cannot be read.
     """
     if is_gguf(directory):
         fc = f"blk.{num_layers}.nextn.eh_proj.weight"
-        if fc in read_gguf(directory).tensors:
+        if fc in read_gguf(directory).tensors and num_head_layers == 1:
             return _of_deepseek(num_layers)
         raise ModelLoadError(f"{directory}: has no head for multi-token prediction ({fc})")
     stored = {name for path in find_weight_files(directory) for name in read_header(path)}
-    known = known_names(num_layers)
+    known = [
+        names
+        for names in known_names(num_layers, num_head_layers)
+        if len(names.layers) == num_head_layers
+    ]
     for names in known:
         if any(name.startswith(f"{names.fc}.") for name in stored):
             return names
@@ -110,15 +124,19 @@ def why_no_head(row: Architecture | None, config: DecoderConfig) -> str:
     """
     if row is None:
         return "models in transformers' code or of a plugin's class"
-    if row.norms != PRE_NORMS or config.residual_scale != 1.0:
+    if (row.norms != PRE_NORMS and row.head_keys is None) or config.residual_scale != 1.0:
         return f"{row.model_type}, whose layers have other norms or scales than known heads"
     return scaled_outputs(config)
 
 
-def head_config(config: DecoderConfig) -> DecoderConfig:
-    """The configuration of a stack with the head's layer alone: it has attention that sees the
-    whole context, and experts where other layers of the model have some.
+def head_config(row: Architecture, hf_config: dict[str, Any]) -> DecoderConfig:
+    """The configuration of a stack with the head's layers alone, for the config.json of a model:
+    what the family's own keys say (Architecture.head_keys), or one layer. It has attention that
+    sees the whole context, and experts where other layers of the model have some.
     """
+    if row.head_keys is not None:
+        return row.parse(hf_config | row.head_keys(hf_config))
+    config = row.parse(hf_config)
     experts = config.experts
     return replace(
         config,
@@ -130,13 +148,15 @@ def head_config(config: DecoderConfig) -> DecoderConfig:
     )
 
 
-def head_shapes(row: Architecture, config: DecoderConfig) -> dict[str, list[int]]:
-    """The shape of each tensor of a head; `config` is that of the model."""
-    size = config.hidden_size
+def head_shapes(row: Architecture, head: DecoderConfig) -> dict[str, list[int]]:
+    """The shape of each tensor of a head, whose configuration is `head`."""
+    size = head.hidden_size
     norms = ("token_norm", "hidden_norm", "norm")
     shapes = {"fc.weight": [size, 2 * size]} | {f"{name}.weight": [size] for name in norms}
     return shapes | {
-        f"layer.{name}": shape for name, shape in row.layer_shapes(head_config(config), 0)
+        f"layers.{index}.{name}": shape
+        for index in range(head.num_hidden_layers)
+        for name, shape in row.layer_shapes(head, index)
     }
 
 

@@ -129,6 +129,27 @@ def nemotron_dense_layers(hf_config: Keys) -> tuple[int, ...]:
     return tuple(index for index, kind in enumerate(kinds) if kind != EXPERTS)
 
 
+def nemotron_head_keys(hf_config: Keys) -> Keys:
+    """The keys of the layers of a head for multi-token prediction, by default those that
+    transformers and published models have. Raises ModelLoadError for a layer that keeps a state,
+    which a draft would change, and for a head without attention.
+    """
+    listed, pattern = "mtp_layers_block_type", "mtp_hybrid_override_pattern"
+    own = {key: hf_config.get(key) for key in (listed, pattern)}
+    if own == {listed: None, pattern: None}:
+        own[pattern] = "*E"
+    kinds = _nemotron_kinds(own, listed, pattern)
+    if MIXER in kinds or ATTENTION not in kinds:
+        key = pattern if own[listed] is None else listed
+        raise malformed(key, "attention and no mamba layers", own[key])
+    letters = {kind: letter for letter, kind in _LETTERS.items()}
+    return {
+        "num_hidden_layers": None,
+        "layers_block_type": None,
+        "hybrid_override_pattern": "".join(letters[kind] for kind in kinds),
+    }
+
+
 def mamba2_keys(hf_config: Keys) -> Keys:
     """The keys of Mamba 2 under the names that other decoders have. Attention has no sizes, which
     the others must have; head_dim is that of the mixers.
@@ -148,15 +169,19 @@ def mamba2_fields(hf_config: Keys) -> Keys:
     return {"layers": (layer,) * num_layers, "unrotated_layers": tuple(range(num_layers))}
 
 
-def _nemotron_kinds(hf_config: Keys) -> list[str]:
-    pattern, allowed = hf_config.get("hybrid_override_pattern"), tuple(_LETTERS.values())
-    if hf_config.get("layers_block_type") is not None or pattern is None:
-        return _listed_kinds(hf_config, ("layers_block_type",), allowed)
-    if not isinstance(pattern, str) or not pattern or set(pattern) - _LETTERS.keys():
-        wanted = f"letters of {', '.join(_LETTERS)}, one for each layer"
-        raise malformed("hybrid_override_pattern", wanted, pattern)
-    _check_length(hf_config, "hybrid_override_pattern", pattern)
-    return [_LETTERS[letter] for letter in pattern]
+def _nemotron_kinds(
+    hf_config: Keys,
+    listed: str = "layers_block_type",
+    pattern: str = "hybrid_override_pattern",
+) -> list[str]:
+    """listed, pattern: the keys of a list of names and of a string of letters."""
+    letters, allowed = hf_config.get(pattern), tuple(_LETTERS.values())
+    if hf_config.get(listed) is not None or letters is None:
+        return _listed_kinds(hf_config, (listed,), allowed)
+    if not isinstance(letters, str) or not letters or set(letters) - _LETTERS.keys():
+        raise malformed(pattern, f"letters of {', '.join(_LETTERS)}, one for each layer", letters)
+    _check_length(hf_config, pattern, letters)
+    return [_LETTERS[letter] for letter in letters]
 
 
 def _listed_kinds(hf_config: Keys, keys: tuple[str, ...], allowed: Iterable[str]) -> list[str]:

@@ -15,12 +15,12 @@ import torch
 from quire import LLM, SamplingParams
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.tests.gguf_hybrids import write_hybrid_gguf
-from quire.tests.mtp_checkpoints import QWEN, TorchHead, save_with_head
+from quire.tests.mtp_checkpoints import NEMOTRON, QWEN, TorchHead, save_with_head
 from quire.tests.quantized_checkpoints import write_quantized
 from quire.tests.tiny_models import save_tiny_model
 from safetensors.torch import load_file, save_file
 
-KINDS = (*QWEN, "deepseek_v3", "glm4_moe_lite", "glm4_moe")
+KINDS = (*QWEN, "deepseek_v3", "glm4_moe_lite", "glm4_moe", NEMOTRON)
 DRAFTING = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": list(range(start, end))} for start, end in ((20, 60), (90, 101))]
@@ -120,6 +120,7 @@ QUANTIZED = [
     ("glm4_moe", "awq", "$", {}),
     ("glm4_moe_lite", "pack-quantized", r"model\.layers\.3\.eh_proj", {"group_size": 8}),
     ("deepseek_v3", "fp8", r"model\.layers\.3\.", {}),
+    (NEMOTRON, "fp8", r"mtp\.layers\.0\.", {}),
 ]
 SIZES = {  # AWQ and GPTQ have words of eight rows
     "qwen3_5_text": {"linear_num_value_heads": 8},
@@ -222,7 +223,7 @@ def test_files_that_lack_a_head_are_refused(change, words, checkpoint, tmp_path)
         make_llm(changed(checkpoint("qwen3_5_text"), tmp_path / "model", keep))
 
 
-@pytest.mark.parametrize("kind", ["nemotron_h", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["lfm2", "gemma3_text"])
 def test_models_whose_heads_are_unknown_are_refused_by_name(kind, tmp_path):
     directory = save_tiny_model(tmp_path / kind, kind)
     with pytest.raises(

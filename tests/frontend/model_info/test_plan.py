@@ -128,6 +128,7 @@ def test_the_engine_allocates_what_the_plan_predicts(
         ("qwen3_5_text", {}),
         ("qwen3_5_moe_text", {"quantization": "int8", "kernels": SLOW, "dtype": "float32"}),
         ("glm4_moe_lite", {"dtype": "bfloat16"}),
+        ("nemotron_h", {"dtype": "bfloat16"}),
         ("eagle3", {"max_num_seqs": 7, "max_num_batched_tokens": 100}),
         pytest.param("gguf", {"dtype": "bfloat16"}, marks=needs_native),
         pytest.param("awq", {"dtype": "bfloat16"}, marks=needs_native),

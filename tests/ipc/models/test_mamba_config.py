@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.models.architectures import ARCHITECTURES
 from quire.ipc.models.decoder_config import DecoderConfig, LayerConfig, unread_keys
+from quire.ipc.models.draft_heads import head_config, head_shapes
 from quire.ipc.models.mamba_config import (
     FALCON_FORMAT,
     MAMBA2_FORMAT,
@@ -71,6 +72,33 @@ def test_published_files_and_those_of_transformers_mean_the_same() -> None:
     assert parse("nemotron_h", layers_block_type=listed) == nemotron
     as_letters = {"hybrid_override_pattern": "ME*-M", "num_hidden_layers": 5}
     assert parse("nemotron_h", layers_block_type=None, **as_letters) == nemotron
+
+
+@pytest.mark.parametrize(
+    ("change", "kinds"),
+    [
+        ({"mtp_layers_block_type": None}, "A L"),
+        ({"mtp_layers_block_type": ["attention", "moe", "mlp"]}, "A L L"),
+        ({"mtp_layers_block_type": None, "mtp_hybrid_override_pattern": "E*"}, "L A"),
+        ({"mtp_layers_block_type": ["mamba", "attention"]}, "attention and no mamba layers"),
+        ({"mtp_layers_block_type": ["moe"]}, "mtp_layers_block_type must be attention and no"),
+        ({"mtp_layers_block_type": "*E"}, "mtp_layers_block_type must be a list"),
+        (
+            {"mtp_layers_block_type": None, "mtp_hybrid_override_pattern": "*X"},
+            "mtp_hybrid_override_pattern must be letters",
+        ),
+    ],
+)
+def test_the_layers_of_a_head_that_drafts(change: dict[str, Any], kinds: str) -> None:
+    row, keys = ARCHITECTURES[FAMILIES["nemotron_h"]], keys_of("nemotron_h", **change)
+    if "must" in kinds or "no mamba" in kinds:
+        with pytest.raises(ModelLoadError, match=kinds):
+            head_config(row, keys)
+        return
+    head = head_config(row, keys)
+    assert kinds_of(head) == kinds and head.rope_of(kinds.split().index("A")) is None
+    assert head.experts is not None
+    assert "layers.1.mixer.experts.0.up_proj.weight" in head_shapes(row, head) or kinds == "L A"
 
 
 def test_attention_rotates_as_the_family_says() -> None:

@@ -45,6 +45,7 @@ PARSERS = {
     "glm4_moe": ("glm45", "think"),
     "granitemoe": ("granite", ""),
     "minimax_m2": ("minimax_m2", "think"),
+    "minimax_m3_vl_text": ("minimax_m3", "minimax_m3"),
     "seed_oss": ("seed_oss", "seed_oss"),
     "qwen3_next": ("hermes", "think"),
     "qwen3_5": ("qwen3_coder", "think"),

@@ -80,6 +80,26 @@ def allowed_types(schema: Any, root: dict[str, Any], depth: int = 0) -> frozense
     return frozenset({"object"}) if "properties" in schema else frozenset()
 
 
+def member_schema(schema: Any, key: str, root: dict[str, Any]) -> Any:
+    """Returns what a schema says of the value of a key of an object."""
+    properties = _resolved(schema, root).get("properties")
+    return properties.get(key) if isinstance(properties, dict) else None
+
+
+def item_schema(schema: Any, root: dict[str, Any]) -> Any:
+    """Returns what a schema says of the items of an array."""
+    return _resolved(schema, root).get("items")
+
+
+def _resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema that another one stands for; empty for what is none."""
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            break
+        schema = _referred(schema["$ref"], root)
+    return schema if isinstance(schema, dict) else {}
+
+
 def _referred(reference: Any, root: dict[str, Any]) -> Any:
     """Returns the target of a "#/…" reference within the schema, and None for any other."""
     if not isinstance(reference, str) or not reference.startswith("#/"):

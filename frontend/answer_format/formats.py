@@ -23,11 +23,13 @@ from .grammar_text import GrammarText
 from .harmony import ANSWER_ENDS, HarmonyCalls, HarmonyReasoning, header_at_end_of
 from .json_calls import JsonCalls, KeyedCalls
 from .named_calls import MistralCalls, NamedCalls
+from .nested_calls import NAMESPACE, NestedCalls
 from .parser import AnswerParser
 from .python_calls import PythonCalls
 from .reasoning import ReasoningMarks
 from .tagged_calls import DsmlCalls, TaggedCalls
 from .tool_calls import ToolFormat
+from .xtml_calls import ChannelMarks, XtmlCalls
 
 AUTO, NONE, HARMONY = "auto", "none", "harmony"
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
@@ -127,6 +129,8 @@ TOOL_FORMATS = (
     ToolRow("glm47", TaggedCalls(*GLM, padding=""), ("<tool_call>", "</arg_key><arg_value>")),
     ToolRow("glm45", TaggedCalls(*GLM, between_key_and_value="\n"), ("<tool_call>", "<arg_key>")),
     ToolRow("minimax_m2", TaggedCalls(*MINIMAX)),
+    ToolRow("minimax_m3", NestedCalls(), (NAMESPACE,)),
+    ToolRow("kimi_k3", XtmlCalls(), ChannelMarks().texts),
     # Templates build these marks, with the suffix or from the token.
     ToolRow(
         "hy_v3",
@@ -198,6 +202,8 @@ REASONING_FORMATS = {
         content_end="</response>",
         texts=("</think>", "<response></response>"),
     ),
+    "kimi_k3": ChannelMarks(),
+    "minimax_m3": ReasoningMarks("<mm:think>", "</mm:think>", may_omit_start=True),
     "think": ReasoningMarks("<think>", "</think>"),
     "hy_v3": ReasoningMarks(
         "<think:opensource>", "</think:opensource>", texts=("</think{}>", ":opensource")
@@ -340,6 +346,7 @@ class AnswerFormat:
             schemas,
             begins_in_reasoning=marks is not None and marks.is_open_at_end_of(prompt_text),
             is_within_reasoning=marks is not None and marks.has_text_open_in(continued),
+            begins_in_content=marks is not None and marks.is_content_open_at_end_of(prompt_text),
             max_calls=None if parallel_tool_calls and self.parallel_calls else 1,
             harmony_header=header_at_end_of(prompt_text) if self.is_harmony else None,
             calls_are_valid=calls_are_valid,
@@ -381,7 +388,7 @@ class AnswerFormat:
             functions = [(name, schema) for name, schema in functions if name == wanted]
         grammar = self._grammar(compact_json)
         parallel = parallel_tool_calls and self.parallel_calls and not isinstance(tool_choice, dict)
-        calls = _written_calls(tool_format, grammar, functions, parallel)
+        calls = self._written_calls(tool_format, grammar, functions, parallel, prompt_text)
         return self._finished(grammar, calls, prompt_text)
 
     def strict(
@@ -434,9 +441,23 @@ class AnswerFormat:
             answer = marks.write_content(grammar, answer)
         if calls is not None and tools:
             parallel = parallel_tool_calls and self.parallel_calls
-            call = _written_calls(calls, grammar, functions_of(tools), parallel)
+            functions = functions_of(tools)
+            call = self._written_calls(calls, grammar, functions, parallel, prompt_text)
             answer = grammar.any_of([answer, call])
         return self._finished(grammar, answer, prompt_text)
+
+    def _written_calls(
+        self,
+        tool_format: ToolFormat,
+        grammar: GrammarText,
+        functions: Functions,
+        parallel: bool,
+        prompt_text: str,
+    ) -> str:
+        """Writes a grammar for calls with the mark before the first."""
+        marks, calls = self.reasoning_marks, tool_format.write(grammar, functions, parallel)
+        before = "" if marks is None else marks.write_before_calls(grammar, prompt_text)
+        return f"{before} {grammar.literal(tool_format.start)} {calls}"
 
     def _grammar(self, compact_json: bool) -> GrammarText:
         added_tokens = self.tokenizer.added_tokens if self.tokenizer else {}
@@ -524,11 +545,3 @@ def _why_no_tools(traits: TemplateTraits | None, tool_call_parser: str) -> str:
         f"cannot be used: the chat template does not show how this model writes calls; set "
         f"tool_call_parser to one of {names}"
     )
-
-
-def _written_calls(
-    tool_format: ToolFormat, grammar: GrammarText, functions: Functions, parallel: bool
-) -> str:
-    """Writes a grammar expression for calls with the mark before the first."""
-    calls = tool_format.write(grammar, functions, parallel)
-    return f"{grammar.literal(tool_format.start)} {calls}"

@@ -29,10 +29,11 @@ class AnswerParser:
 
     If `tool_format` is None, there are no tool calls. If `reasoning_marks` is None, there is no
     reasoning. Reasoning may begin in the prompt, with its mark only or with text
-    (`is_within_reasoning`). Calls beyond `max_calls` are dropped. `harmony_header` is for answers
-    in this format: it is what the prompt holds of the first message's header
-    (harmony.header_at_end_of). With `calls_are_valid`, a grammar constrains the calls, so their
-    arguments are passed on as they arrive. They are an object unless the answer breaks off.
+    (`is_within_reasoning`), and so may the content with its mark (`begins_in_content`). Calls
+    beyond `max_calls` are dropped. `harmony_header` is for answers in this format: it is what the
+    prompt holds of the first message's header (harmony.header_at_end_of). With `calls_are_valid`, a
+    grammar constrains the calls, so their arguments are passed on as they arrive. They are an
+    object unless the answer breaks off.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class AnswerParser:
         *,
         begins_in_reasoning: bool = False,
         is_within_reasoning: bool = False,
+        begins_in_content: bool = False,
         max_calls: int | None = None,
         harmony_header: str | None = None,
         calls_are_valid: bool = False,
@@ -53,6 +55,7 @@ class AnswerParser:
         self._reasoning_marks = reasoning_marks
         self._begins_in_reasoning = begins_in_reasoning
         self._is_within_reasoning = is_within_reasoning
+        self._begins_in_content = begins_in_content
         self._max_calls = max_calls
         self._harmony_header = harmony_header
         # From here on all text is content: feed(text) would be [Content(text)].
@@ -96,20 +99,30 @@ class AnswerParser:
             reads_reasoning = isinstance(self._reasoning_marks, HarmonyReasoning)
             yield from read_messages(self._stream, self._calls, calls, reads_reasoning)
             return
-        content_end = ""
+        ends: tuple[str, ...] = ()
         if (marks := self._reasoning_marks) is not None:
-            yield from self._read_reasoning(marks)
-            if marks.content_start and (yield from self._read_content_start(marks.content_start)):
-                content_end = marks.content_end
+            has_end = self._begins_in_content
+            if not has_end:
+                yield from self._read_reasoning(marks)
+                if marks.content_start:
+                    has_end = yield from self._read_content_start(marks.content_start)
+            ends = tuple(filter(None, (marks.content_end if has_end else "", marks.answer_end)))
         if self._tool_format is not None:
-            yield from self._read_content_and_calls(self._tool_format, content_end)
+            yield from self._read_content_and_calls(self._tool_format, ends)
             return
-        if content_end:
+        while ends:
             self._stream.open_sink(Content)
-            if (yield from self._stream.read_until((content_end,))):
-                self._stream.drop()
-                yield from self._drop_last_space()
+            mark = yield from self._stream.read_until(ends)
+            if mark is None:
+                return
+            ends = yield from self._read_end(mark, ends)
         self._read_plain()
+
+    def _read_end(self, mark: str, ends: tuple[str, ...]) -> Generator[None, None, tuple[str, ...]]:
+        """Drops `mark`, one of the marks after the content. Returns those that may follow."""
+        self._stream.drop()
+        yield from self._drop_last_space()
+        return tuple(end for end in ends if end != mark)
 
     def _read_plain(self) -> None:
         """Reads the rest as content."""
@@ -125,6 +138,10 @@ class AnswerParser:
             pass  # all of the text continues it
         elif not self._begins_in_reasoning:
             yield from stream.skip_space()
+            if marks.may_omit_start and (yield from stream.accept(marks.end)):
+                yield from stream.skip_space()
+                stream.drop()
+                return
             if not (yield from stream.accept(marks.start)):
                 stream.go_to(0)
                 return
@@ -186,10 +203,9 @@ class AnswerParser:
         self._stream.drop()
         return True
 
-    def _read_content_and_calls(self, tool_format: ToolFormat, content_end: str) -> TextReader:
-        """`content_end` is a mark after the content, whose first occurrence is dropped, or ""."""
+    def _read_content_and_calls(self, tool_format: ToolFormat, ends: tuple[str, ...]) -> TextReader:
+        """`ends` are marks after the content, whose first occurrences are dropped."""
         stream, may_be_bare, has_called, num_reread = self._stream, True, False, 0
-        ends = (content_end,) if content_end else ()
         while num_reread < MAX_REREAD:
             mark: str | None = ""
             try:
@@ -199,9 +215,7 @@ class AnswerParser:
                     if mark is None:
                         return
                     if mark in ends:
-                        ends = ()
-                        stream.drop()
-                        yield from self._drop_last_space()
+                        ends = yield from self._read_end(mark, ends)
                         continue
                 self._calls.begin()
                 yield from tool_format.read(stream, self._calls, mark)

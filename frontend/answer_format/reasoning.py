@@ -23,6 +23,10 @@ class ReasoningMarks:
     # The content may stand between these marks after the reasoning.
     content_start: str = ""
     content_end: str = ""
+    # This mark may end the whole answer.
+    answer_end: str = ""
+    # Whether an answer without reasoning may begin with `end`.
+    may_omit_start: bool = False
     # These texts all occur in the templates of models with these marks; without any, `end` does.
     texts: tuple[str, ...] = ()
     # These are the values of the template's reasoning_effort, ascending, for models that know no
@@ -43,9 +47,14 @@ class ReasoningMarks:
 
     def is_closed_at_end_of(self, prompt_text: str) -> bool:
         """Tells whether the prompt ends with completed or omitted reasoning (Qwen3 without
-        enable_thinking).
+        enable_thinking), or with the mark before the content.
         """
-        return prompt_text.rstrip().endswith(self.end)
+        text = prompt_text.rstrip()
+        return text.endswith(self.end) or self.is_content_open_at_end_of(text)
+
+    def is_content_open_at_end_of(self, prompt_text: str) -> bool:
+        """Tells whether the prompt ends with the mark before the content (Kimi K3)."""
+        return bool(self.content_start) and prompt_text.rstrip().endswith(self.content_start)
 
     def is_left_open_in(self, text: str) -> bool:
         """Tells whether an unfinished answer ends within its reasoning."""
@@ -58,3 +67,7 @@ class ReasoningMarks:
     def write_content(self, grammar: GrammarText, content: str) -> str:
         """Writes a grammar for an answer without reasoning, from a grammar for its content."""
         return content
+
+    def write_before_calls(self, grammar: GrammarText, prompt_text: str) -> str:
+        """Writes a grammar for what stands between the reasoning and calls without content."""
+        return ""

@@ -63,6 +63,15 @@ class TaggedCalls(ToolFormat):
         )
 
     def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str | None:
+        """Returns None where tags cannot follow the schema."""
+        arguments = self._write_arguments(grammar, schema)
+        if arguments is None:
+            return None
+        head = grammar.literal(self.name_start + name + self.name_end + self.padding)
+        ending = self.call_end + self.padding if self.section_end else ""
+        return f"{head} {arguments} {grammar.literal(ending)}"
+
+    def _write_arguments(self, grammar: GrammarText, schema: dict[str, Any]) -> str | None:
         """Returns None where tags cannot follow the schema, such as text with a pattern, or an
         argument that may be text or a number.
         """
@@ -72,7 +81,7 @@ class TaggedCalls(ToolFormat):
         ):
             return None
         line = "\n" if self.values_have_lines else ""
-        pieces = [grammar.literal(self.name_start + name + self.name_end + self.padding)]
+        pieces = []
         for key, (value_schema, is_required) in properties.items():
             types = allowed_types(value_schema, schema)
             before = grammar.literal(f"{self.key_start}{key}{self._after_key(types)}{line}")
@@ -85,8 +94,7 @@ class TaggedCalls(ToolFormat):
             else:
                 value = grammar.text_until(after)
             pieces.append(f"({before} {value}){'' if is_required else '?'}")
-        ending = self.call_end + self.padding if self.section_end else ""
-        return " ".join([*pieces, grammar.literal(ending)])
+        return " ".join(pieces)
 
     def _after_key(self, types: frozenset[str]) -> str:
         """Returns what stands between a key and its value."""
@@ -108,6 +116,7 @@ class TaggedCalls(ToolFormat):
                 if not is_inside:
                     yield from stream.expect(self.name_start)
                 yield from self._read_call(stream, calls)
+            calls.end_call()
             yield from stream.skip_space()
             is_inside = bool(self.name_start) and (yield from stream.accept(self.name_start))
             if not is_inside:
@@ -116,11 +125,19 @@ class TaggedCalls(ToolFormat):
         stream.drop()
 
     def _read_call(self, stream: TextStream, calls: Calls) -> TextReader:
+        yield from self._read_arguments(stream, calls, (yield from self._read_name(stream)))
+
+    def _read_name(self, stream: TextStream) -> Generator[None, None, str]:
+        """Consumes the name and what stands behind it."""
         yield from stream.skip_space()
         name = yield from stream.read_while(NAME_CHARACTER, MAX_NAME_LENGTH)
         if not name:
             raise Malformed
         yield from stream.expect(self.name_end)
+        return name
+
+    def _read_arguments(self, stream: TextStream, calls: Calls, name: str) -> TextReader:
+        """Reads the arguments and the end of a call."""
         has_started = False
         while True:
             yield from stream.skip_space()
@@ -143,7 +160,7 @@ class TaggedCalls(ToolFormat):
         stream.put_back(len(self.section_end))
 
     def _read_argument(self, stream: TextStream, calls: Calls, name: str) -> TextReader:
-        key = (yield from stream.read_while(KEY_CHARACTER, MAX_NAME_LENGTH)).strip()
+        key = self._named((yield from stream.read_while(KEY_CHARACTER, MAX_NAME_LENGTH)).strip())
         types = yield from self._read_after_key(stream, calls.types_of(name, key))
         if self.values_have_lines:
             yield from stream.accept("\n")
@@ -157,6 +174,10 @@ class TaggedCalls(ToolFormat):
             start = stream.position
             length = yield from self._read_value(stream, calls, name)
             calls.emit_arguments(to_json(stream.buffer[start : start + length], types))
+
+    def _named(self, text: str) -> str:
+        """Returns the name or key that is written as `text`."""
+        return text
 
     def _read_after_key(
         self, stream: TextStream, types: frozenset[str]

@@ -153,6 +153,34 @@ TEMPLATES = {
         )
         + "</minimax:tool_call>"
     ),
+    "minimax_m3": (
+        "{% set ns = ']<]minimax[>[' %}{% macro xml(v) %}{% if v is mapping %}{% for k, w in v | "
+        "items %}{{ ns + '<' + k + '>' }}{{ xml(w) }}{{ ns + '</' + k + '>' }}{% endfor %}"
+        "{% elif v is iterable and v is not string %}{% for w in v %}{{ ns + '<item>' }}{{ xml(w) "
+        "}}{{ ns + '</item>' }}{% endfor %}{% else %}{{ v if v is string else v | tojson }}"
+        "{% endif %}{% endmacro %}"
+        + chatml(
+            "{{ ns + '<tool_call>\n' }}"
+            + each(
+                "{{ ns + '<invoke name=\"' + c.function.name + '\">' }}"
+                "{{ xml(c.function.arguments) }}{{ ns + '</invoke>\n' }}"
+            )
+            + "{{ ns + '</tool_call>' }}"
+        )
+    ),
+    "kimi_k3": (
+        "{% set o, x, s = '<|open|>', '<|close|>', '<|sep|>' %}"
+        + chatml(
+            "{{ o + 'tools' + s }}{% for c in m.tool_calls %}"
+            "{{ o + 'call tool=\"' + c.function.name + '\" index=\"' }}"
+            "{{ loop.index | string + '\"' }}"
+            "{{ s }}{% for k, v in c.function.arguments | items %}{{ o + 'argument key=\"' + k + "
+            "'\" type=\"' + ('string' if v is string else 'boolean' if v is boolean else 'number' "
+            "if v is number else 'object' if v is mapping else 'array') + '\"' + s + "
+            f"{VALUE} + x + 'argument' + s }}}}{{% endfor %}}{{{{ x + 'call' + s }}}}{{% endfor %}}"
+            "{{ x + 'tools' + s }}"
+        )
+    ),
     "hy_v3": "{% set kind = ':opensource' %}"
     + chatml(
         "{{ '<tool_calls{}>\n'.format(kind) }}"

@@ -95,6 +95,19 @@ WRITTEN = {
         '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>\n'
         '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
     ),
+    "minimax_m3": (
+        ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="weather">'
+        "]<]minimax[>[<city>Paris]<]minimax[>[</city>]<]minimax[>[<days>3]<]minimax[>[</days>"
+        ']<]minimax[>[</invoke>\n]<]minimax[>[<invoke name="now">]<]minimax[>[</invoke>\n'
+        "]<]minimax[>[</tool_call>"
+    ),
+    "kimi_k3": (
+        '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|>'
+        '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|>'
+        '<|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|>'
+        '<|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|>"
+    ),
     "deepseek_v31": (
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Paris", "days": '
         "3}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
@@ -168,6 +181,10 @@ MARKS = (
     "<|END_ACTION|>",
     "<|tools_prefix|>",
     "<|tools_suffix|>",
+    "]<]minimax[>[",
+    "<|open|>",
+    "<|close|>",
+    "<|sep|>",
 )
 
 

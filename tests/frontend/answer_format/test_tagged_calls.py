@@ -108,6 +108,12 @@ def test_calls(answer_format, first, second) -> None:
     assert [json.loads(call.arguments) for call in answer.tool_calls] == [EXPECTED, {}]
 
 
+def test_whole_calls_of_a_section_that_breaks_off_are_calls() -> None:
+    now, cut = '<invoke name="now">\n</invoke>\n', '<invoke name="write">\n<parameter name="path">a'
+    answer = parse(MINIMAX, f"<minimax:tool_call>\n{now}{cut}", TOOLS)
+    assert answer.tool_calls == [ParsedToolCall("now", "{}")] and answer.content.strip() == cut
+
+
 def test_json_between_the_tags() -> None:
     inner = '{"name": "now", "arguments": {"a": 1}}'
     for answer_format, text in (

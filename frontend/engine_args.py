@@ -30,7 +30,7 @@ from ..ipc.kv_events import check_kv_events
 from ..ipc.models.expert_parallel import check_expert_parallel
 from ..ipc.models.pooling import Pooling
 from ..ipc.models.ranks import check_ranks
-from ..ipc.models.rope_config import model_context
+from ..ipc.models.rope_config import INDEX_TOPK, model_context
 from ..ipc.own_files import user_cache
 from .arguments import vllm_arguments
 from .arguments.speculation import check_speculation, resolve_speculation
@@ -389,6 +389,12 @@ def _resolve_max_model_len(
                 "the model's config.json does not give a context length, so it must be given",
             )
         return context
+    if wanted > hf_config.get(INDEX_TOPK, wanted):
+        raise InvalidParameterError(
+            "max_model_len",
+            f"must be at most index_topk={context} of config.json, got {wanted}: in a longer "
+            f"context the model attends to tokens that an indexer chooses, which is not supported",
+        )
     if context is not None and wanted > context:
         raise InvalidParameterError(
             "max_model_len",

@@ -65,6 +65,7 @@ PARSERS = {
     "deepseek_v32": ("deepseek_v32", "think"),
     "deepseek_v4": ("deepseek_v4", "think"),
     "glm4_moe_lite": ("glm47", "think"),
+    "glm_moe_dsa": ("glm47", "think"),
     "kimi_linear": ("kimi_k2", ""),
     "cohere2": ("cohere", "cohere"),
     "cohere2_moe": ("cohere", "cohere_text"),
@@ -124,6 +125,15 @@ NOTES = {
     ),
     "deepseek_v2": ("DeepSeek V2", "latent attention, experts"),
     "deepseek_v3": ("DeepSeek V3 and R1, Kimi K2", "latent attention, experts in groups"),
+    "deepseek_v32": (
+        "DeepSeek V3.2",
+        "latent attention, experts in groups; contexts of up to `index_topk` tokens (2048), of "
+        "which the indexer would choose all",
+    ),
+    "glm_moe_dsa": (
+        "GLM-5",
+        "latent attention, experts; contexts of up to `index_topk` tokens (2048), as DeepSeek V3.2",
+    ),
     "glm4_moe_lite": ("GLM-4.7-Flash", "latent attention, experts"),
     "gemma2": ("Gemma 2", "sliding window in every other layer, capped logits"),
     "glm4": ("GLM-4", "norms before and after each block, half of each head rotates"),

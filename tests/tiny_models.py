@@ -62,12 +62,14 @@ LATENTS = {  # of multi-head latent attention, with a mixture of experts
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
 }
+_INDEXER = {"index_head_dim": 32, "index_n_heads": 4}
 KINDS = (
     *("qwen2", "qwen3", "llama", "mistral", "gemma3_text", "phi3", "smollm3", "olmo2", "olmo3"),
     *("granite", "ministral3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"),
     *("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2", "gemma4_text"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"),
+    *("deepseek_v32", "glm_moe_dsa"),
     *("glm4_moe", "seed_oss", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma2", "glm4"),
     *("hunyuan_v1_dense", "hunyuan_v1_moe"),
 )
@@ -280,6 +282,22 @@ _OF_KIND: dict[str, dict[str, Any]] = {
         "topk_group": 2,
     },
     "glm4_moe_lite": {**LATENTS, "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+    "deepseek_v32": {
+        **LATENTS,
+        **_INDEXER,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "glm_moe_dsa": {
+        **LATENTS,
+        **_INDEXER,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "rms_norm_eps": 1e-5,
+        "indexer_types": ["full", "shared", "full"],
+    },
     "kimi_linear": {
         **{key: LATENTS[key] for key in LATENTS if key != "q_lora_rank"},
         "num_hidden_layers": 4,

@@ -800,7 +800,7 @@ ARCHITECTURES |= {
     "DeepseekV2ForCausalLM": replace(
         _DEEPSEEK_V3,
         model_type="deepseek_v2",
-        honours=("attention_bias", "mlp_bias", *_EXPERTS),
+        honours=("attention_bias", *_EXPERTS),
         defaults={
             "n_group": 1,
             "topk_group": 1,
@@ -816,6 +816,19 @@ ARCHITECTURES |= {
             group_best=1,
             grouped=("topk_method", "group_limited_greedy"),
         ),
+    ),
+}
+_DEEPSEEK_V32 = replace(
+    _DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    read_keys=Later("latent_config", "indexed_keys"),
+)
+ARCHITECTURES |= {
+    "DeepseekV32ForCausalLM": _DEEPSEEK_V32,
+    "GlmMoeDsaForCausalLM": replace(
+        _DEEPSEEK_V32,
+        model_type="glm_moe_dsa",
+        defaults=_DEEPSEEK_V32.defaults | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
     ),
 }
 ARCHITECTURES["KimiLinearForCausalLM"] = Architecture(

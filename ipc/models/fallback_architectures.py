@@ -243,6 +243,10 @@ def _windows(hf_config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     return tuple(window if kind == SLIDING else 0 for kind in layer_types[:num_layers])
 
 
+_STREAMS = (
+    "it has several residual streams (hyper-connections), embeddings of hashed n-grams, and an "
+    "indexer that selects blocks of keys"
+)
 _RECURRENT = "its layers keep a recurrent state of a kind that no row has"
 _LATENT = "its keys and values have different sizes (latent attention)"
 _INDEXER = "an indexer selects the keys that it attends to"
@@ -263,8 +267,9 @@ REFUSED = {
         _RECURRENT: "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid "
         "inkling2_loop_text inkling2_text inkling_text jamba kimi_linear lara_mini lfm2 lfm2_moe "
         "lfm3 mamba mamba2 minimax nemotron_h "
-        "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp "
-        "qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya",
+        "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next "
+        "recurrent_gemma rwkv xlstm zamba zamba2 zaya",
+        _STREAMS: "qwen4_exp qwen4_exp_text",
         _LATENT: "axk1 axk2 deepseek_v2 deepseek_v3 dots3_note_text glm4_moe_lite longcat_flash "
         "mimo_v2_flash minicpm3 sarvam_mla youtu",
         _INDEXER: "deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4",

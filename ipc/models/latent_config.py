@@ -15,7 +15,7 @@ import msgspec
 
 from ..errors import ModelLoadError
 from .config_values import integer, malformed
-from .rope_config import parse_rope_parameters
+from .rope_config import INDEX_TOPK, parse_rope_parameters
 
 NORM_EPS = 1e-6  # of both norms of latent vectors, whatever rms_norm_eps says
 MOST_OF_A_HEAD = 65_536
@@ -29,6 +29,9 @@ class LatentConfig(msgspec.Struct, frozen=True):
     rotary_dim: int  # of a head's query, and of the key that all heads share
     key_dim: int  # of a head, without what rotates
     value_dim: int  # of a head
+    # Where a context is longer, an indexer chooses so many of its tokens for each query; 0: there
+    # is none. It is not computed: contexts are shorter (model_context).
+    index_topk: int
     is_interleaved: bool  # element 2 * i is rotated with 2 * i + 1, else with half a head further
 
     @property
@@ -100,6 +103,7 @@ def parse_latent_config(hf_config: dict[str, Any]) -> LatentConfig:
         sizes["qk_rope_head_dim"],
         sizes["qk_nope_head_dim"],
         sizes["v_head_dim"],
+        hf_config.get(INDEX_TOPK) or 0,
         is_interleaved is not False,
     )
 
@@ -107,6 +111,16 @@ def parse_latent_config(hf_config: dict[str, Any]) -> LatentConfig:
 def latent_keys(hf_config: dict[str, Any]) -> dict[str, Any]:
     """config.json with the size of what rotates, as other decoders name it."""
     return hf_config | {"head_dim": parse_latent_config(hf_config).rotary_dim}
+
+
+def indexed_keys(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Those of a model with an indexer, which all of its layers have, or share.
+
+    Raises ModelLoadError, naming the key, where it does not say how many tokens the indexer
+    chooses.
+    """
+    integer(INDEX_TOPK, hf_config.get(INDEX_TOPK))
+    return latent_keys(hf_config) | {"layer_types": None}
 
 
 def latent_fields(hf_config: dict[str, Any]) -> dict[str, Any]:

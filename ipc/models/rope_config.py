@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 from ..errors import ModelLoadError
-from .config_values import malformed
+from .config_values import integer, malformed
 
 _ROPE_KEYS = {  # by type: required, optional
     "default": (set(), set()),
@@ -71,6 +71,7 @@ CONTEXT_KEYS = (
     "max_sequence_length",
     "model_max_length",
 )
+INDEX_TOPK = "index_topk"  # tokens that an indexer chooses for each query
 # max_position_embeddings is the length after scaling, or, for "dynamic", the length up to which no
 # scaling takes place. Beyond it the angles of "dynamic" depend on the current length of a sequence,
 # so that cached keys would be wrong; Quire does not exceed it.
@@ -82,9 +83,16 @@ _NOT_LENGTHENED = frozenset(
 def model_context(hf_config: dict[str, Any]) -> int | None:
     """Longest sequence in tokens, including rope scaling; None if config.json does not say.
 
-    Configuration, plan and model all use this length. As in vLLM, except for "dynamic". Raises
-    ModelLoadError, naming the key, for an invalid length or factor.
+    Configuration, plan and model all use this length. As in vLLM, except for "dynamic", and for
+    models with an indexer: attention is that of all tokens, as long as it would choose them all.
+    Raises ModelLoadError, naming the key, for an invalid length or factor.
     """
+    length, most = _context_of_positions(hf_config), hf_config.get(INDEX_TOPK)
+    return length if most is None else min(integer(INDEX_TOPK, most), length or most)
+
+
+def _context_of_positions(hf_config: dict[str, Any]) -> int | None:
+    """What model_context returns for attention to all tokens."""
     lengths = {key: hf_config[key] for key in CONTEXT_KEYS if hf_config.get(key) is not None}
     for key, length in lengths.items():
         if not isinstance(length, int) or isinstance(length, bool) or length < 1:

@@ -32,6 +32,7 @@ _NOT_POOLED = re.compile(
 )
 _MTP_HEADS = ("model.mtp_", "mtp_layers.", "mtp.")  # of MiMo and ERNIE, and of Qwen
 _KEYS_OR_VALUES = re.compile(r"\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight$")
+_INDEXER = ".self_attn.indexer."
 _OLD_ENDINGS = {
     "LayerNorm.weight": "LayerNorm.gamma",
     "LayerNorm.bias": "LayerNorm.beta",
@@ -115,9 +116,10 @@ def _wrapper_of(stored: Collection[str]) -> str:
 def is_ignored(name: str, config: Any) -> bool:
     """Whether a model with this configuration needs no tensor of that name: a head for multi-token
     prediction, which has weights of its own; keys and values of a layer that reads those of another
-    one; an output head, where it does not generate text; or a buffer.
+    one; an indexer, which would choose all tokens; an output head, where it does not generate text;
+    or a buffer.
     """
-    if name.startswith(_MTP_HEADS):
+    if name.startswith(_MTP_HEADS) or _is_of_indexer(name, config):
         return True
     if _is_further_layer(name, config) or _is_of_shared(name, config):
         return True
@@ -133,6 +135,11 @@ def _is_further_layer(name: str, config: Any) -> bool:
     is_layer = name.startswith(prefix) and layer.isdecimal()
     further = int(layer) - config.num_hidden_layers if is_layer else -1
     return 0 <= further < config.num_nextn_predict_layers
+
+
+def _is_of_indexer(name: str, config: Any) -> bool:
+    latent = config.latent if isinstance(config, DecoderConfig) else None
+    return latent is not None and latent.index_topk > 0 and _INDEXER in name
 
 
 def _is_of_shared(name: str, config: Any) -> bool:

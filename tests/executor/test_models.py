@@ -276,6 +276,8 @@ VARIANTS = {
             "norm_topk_prob": False,
         },
     ),
+    "deepseek-v3.2": ("deepseek_v32", {"attention_bias": True}),
+    "glm-5": ("glm_moe_dsa", {}),
     "deepseek-v3-halves": (
         "deepseek_v3",
         {"rope_interleave": False, "q_lora_rank": None, "tie_word_embeddings": True},

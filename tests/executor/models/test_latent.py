@@ -4,11 +4,12 @@ test_models.py compares the models with transformers, and the bits of chunks and
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
 import torch
-from quire import LLM, SamplingParams
+from quire import LLM, EngineArgs, SamplingParams
 from quire.frontend.model_info.model_files import read_hf_config
 from quire.frontend.model_info.model_sizes import kv_bytes_per_token
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
@@ -82,3 +83,18 @@ def test_sleep_and_waking_up(tiny):
     assert all(layer.key_cache is None for layer in executor.model.attention_layers())
     executor.wake_up(["kv_cache"])
     assert [r.output for r in generate(executor, PROMPTS, 6)] == [r.output for r in expected]
+
+
+def test_contexts_are_as_long_as_an_indexer_would_choose_all_tokens(tiny):
+    """Its weights are in the file, and not read."""
+    directory = tiny("glm_moe_dsa", index_topk=48)
+    assert any(".indexer." in name for name in load_file(directory / "model.safetensors"))
+    settings = EngineArgs(str(directory), dtype="float32").create_engine_config()
+    assert settings.model_config.max_model_len == 48
+    with pytest.raises(InvalidParameterError, match="must be at most index_topk=48") as caught:
+        EngineArgs(str(directory), max_model_len=49).create_engine_config()
+    assert caught.value.parameter == "max_model_len"
+    config = json.loads((directory / "config.json").read_text())
+    del config["index_topk"]
+    with pytest.raises(ModelLoadError, match="lacks index_topk"):
+        ARCHITECTURES["GlmMoeDsaForCausalLM"].parse(config)

@@ -147,6 +147,10 @@ def test_unsupported_values_are_refused(hf_config, message):
         ({"max_position_embeddings": 100, "rope_scaling": {"type": "dynamic", "factor": 4}}, 100),
         ({"max_position_embeddings": 100, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 400),
         ({"max_position_embeddings": 400, "rope_parameters": YARN}, 400),
+        ({"max_position_embeddings": 400, "index_topk": 64}, 64),
+        ({"max_position_embeddings": 400, "rope_parameters": YARN, "index_topk": 900}, 400),
+        ({"index_topk": 64}, 64),
+        ({"max_position_embeddings": 100, "model_max_length": 50}, 50),
     ],
 )
 def test_model_context(hf_config, context) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -100,14 +101,14 @@ def make_encoder(
     from .models.vision.encoder import VisionEncoder
 
     tower = tower_of(config.model_config.vision)
-    attention = tower.layer.attention
-    facts = {
-        "head_dim": attention.head_dim,
-        "num_heads": attention.heads,
-        "num_kv_heads": attention.heads,
-        "block_size": config.cache_config.block_size,
-        "cpu_isa": cpu_isa,
-    }
+    facts: dict[str, Any] = {"block_size": config.cache_config.block_size, "cpu_isa": cpu_isa}
+    if tower.layer is not None:
+        attention = tower.layer.attention
+        facts |= {
+            "head_dim": attention.head_dim,
+            "num_heads": attention.heads,
+            "num_kv_heads": attention.kv_heads,
+        }
     ops = registry.select(device, dtype, config.device_config.kernels, **facts)
     make = LayerFactory(ops, dtype, device, config.model_config.quantization)
     return VisionEncoder(make, tower), make.weights_bytes

@@ -1007,32 +1007,37 @@ ARCHITECTURES |= {
     ),
 }
 
-# The multimodal architectures whose text part runs, with the type of that part.
-TEXT_PARTS = {
-    "Gemma3ForConditionalGeneration": "gemma3_text",
-    "Gemma4ForConditionalGeneration": "gemma4_text",
-    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
-    "Mistral3ForConditionalGeneration": "ministral3",
-    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+_OF_QWEN_VL: dict[str, Any] = {"read_keys": Later("qwen_families", "qwen_vl_keys")}
+_TEXT_ROWS = {
+    "Gemma3ForConditionalGeneration": ARCHITECTURES["Gemma3ForCausalLM"],
+    "Gemma4ForConditionalGeneration": _GEMMA4,
+    "Gemma4UnifiedForConditionalGeneration": ARCHITECTURES["Gemma4UnifiedForCausalLM"],
+    "Idefics3ForConditionalGeneration": ARCHITECTURES["LlamaForCausalLM"],
+    "InternVLForConditionalGeneration": ARCHITECTURES["Qwen2ForCausalLM"],
+    "Lfm2VlForConditionalGeneration": ARCHITECTURES["Lfm2ForCausalLM"],
+    "LlavaForConditionalGeneration": ARCHITECTURES["MistralForCausalLM"],
+    "Mistral3ForConditionalGeneration": ARCHITECTURES["Ministral3ForCausalLM"],
+    "Qwen2_5_VLForConditionalGeneration": replace(
+        ARCHITECTURES["Qwen2ForCausalLM"], model_type="qwen2_5_vl_text", **_OF_QWEN_VL
+    ),
+    "Qwen3VLForConditionalGeneration": replace(
+        ARCHITECTURES["Qwen3ForCausalLM"], model_type="qwen3_vl_text", **_OF_QWEN_VL
+    ),
+    "Qwen3VLMoeForConditionalGeneration": replace(
+        ARCHITECTURES["Qwen3MoeForCausalLM"], model_type="qwen3_vl_moe_text", **_OF_QWEN_VL
+    ),
+    "Qwen3_5ForConditionalGeneration": ARCHITECTURES["Qwen3_5ForCausalLM"],
+    "Qwen3_5MoeForConditionalGeneration": ARCHITECTURES["Qwen3_5MoeForCausalLM"],
+    "SmolVLMForConditionalGeneration": ARCHITECTURES["LlamaForCausalLM"],
 }
-ARCHITECTURES |= {
-    "Gemma3ForConditionalGeneration": replace(
-        ARCHITECTURES["Gemma3ForCausalLM"], prefix=TEXT_PREFIX
-    ),
-    "Gemma4ForConditionalGeneration": replace(_GEMMA4, prefix=TEXT_PREFIX),
-    "Gemma4UnifiedForConditionalGeneration": replace(
-        ARCHITECTURES["Gemma4UnifiedForCausalLM"], prefix=TEXT_PREFIX
-    ),
-    "Mistral3ForConditionalGeneration": replace(
-        ARCHITECTURES["Ministral3ForCausalLM"], prefix=TEXT_PREFIX
-    ),
-    "Qwen3_5ForConditionalGeneration": replace(
-        ARCHITECTURES["Qwen3_5ForCausalLM"], prefix=TEXT_PREFIX
-    ),
-    "Qwen3_5MoeForConditionalGeneration": replace(
-        ARCHITECTURES["Qwen3_5MoeForCausalLM"], prefix=TEXT_PREFIX
-    ),
+ARCHITECTURES |= {name: replace(row, prefix=TEXT_PREFIX) for name, row in _TEXT_ROWS.items()}
+# The multimodal architectures whose text part runs, with the row of each type of that part.
+TEXT_PARTS = {name: {row.model_type: name} for name, row in _TEXT_ROWS.items()}
+TEXT_PARTS["Mistral3ForConditionalGeneration"]["mistral"] = "MistralForCausalLM"
+TEXT_PARTS["InternVLForConditionalGeneration"] |= {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 NATIVE: dict[str, Architecture | EncoderArchitecture] = {**ARCHITECTURES, **ENCODERS}
 # These are keys of the whole model's config.json that its text part may lack.
@@ -1051,13 +1056,15 @@ def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in TEXT_PARTS or not isinstance(text, dict):
         return hf_config
-    if text.get("model_type") != TEXT_PARTS[name]:
+    model_type, rows = text.get("model_type"), TEXT_PARTS[name]
+    if not isinstance(model_type, str) or model_type not in rows:
         raise ModelLoadError(
             f"config.json: {name} is supported with a text_config of model_type "
-            f"{TEXT_PARTS[name]}, not {text.get('model_type')!r:.100}"
+            f"{' or '.join(rows)}, not {model_type!r:.100}"
         )
     whole = {key: hf_config[key] for key in _OF_THE_WHOLE & hf_config.keys()}
     given = {key: value for key, value in text.items() if value is not None}
+    name = rows[model_type]
     defaults = ARCHITECTURES[name].defaults
     is_tied = text.get("tie_word_embeddings", defaults.get("tie_word_embeddings", True))
     is_tied = hf_config.get("tie_word_embeddings", is_tied)

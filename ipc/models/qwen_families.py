@@ -29,12 +29,22 @@ def qwen_keys(hf_config: Keys) -> Keys:
     """The keys that other decoders have. Layers with attention see the whole context. A model whose
     MLPs are all mixtures of experts has no intermediate_size.
     """
-    keys = hf_config | {"layer_types": None}
-    for key in ("rope_parameters", "rope_scaling"):
-        if isinstance(given := keys.get(key), dict):
-            keys[key] = {name: given[name] for name in given if name not in _OF_IMAGES}
+    keys = qwen_vl_keys(hf_config) | {"layer_types": None}
     if keys.get("intermediate_size") is None:
         keys["intermediate_size"] = keys.get("shared_expert_intermediate_size")
+    return keys
+
+
+def qwen_vl_keys(hf_config: Keys) -> Keys:
+    """The keys that other decoders have, for a model whose positions have three parts."""
+    keys = dict(hf_config)
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(given := keys.get(key), dict):
+            given = {name: given[name] for name in given if name not in _OF_IMAGES}
+            kinds = {
+                name: "default" for name in ("type", "rope_type") if given.get(name) == "mrope"
+            }
+            keys[key] = given | kinds
     return keys
 
 

@@ -21,7 +21,10 @@ from .gguf import is_gguf
 _WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and of torch.compile
 # where files may have a base model: in a multimodal one, as transformers wrote and writes it, or
 # in the base of that; in a model with a head; alone
-_PLACES = ("model.language_model.", "language_model.model.", TEXT_PREFIX, "model.", "")
+_PLACES = (
+    *("model.language_model.", "language_model.model.", "model.text_model.", "text_model."),
+    *(TEXT_PREFIX, "model.", ""),
+)
 
 # of heads for other tasks (in front of a name, with or without the base's prefix), and buffers
 _NOT_POOLED = re.compile(

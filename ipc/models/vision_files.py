@@ -55,7 +55,8 @@ def find_vision(
         unit=1,  # follows from the tower
         num_vectors=1 + len(deep),
         mrope_section=_mrope_section(family, hf_config),
-        sees_whole_images=family.sees_whole_images,
+        sees_whole_images=family.sees_whole_images
+        or hf_config.get("use_bidirectional_attention") == "vision",
     )
     made = tower_of(vision)
     for projector in made.projectors:

@@ -26,6 +26,7 @@ BUCKETS = "buckets"  # the row of the same fraction of the image (Idefics 2)
 ALIGNED = "aligned"  # resized bilinearly, corners stay corners (Qwen3-VL)
 RESIZED = "resized"  # resized bilinearly, as images are, with antialiasing (SigLIP 2)
 AXES = "axes"  # the sum of a row for x and a row for y: [2, side, hidden_size] (Gemma 4)
+PAIRS = "pairs"  # the same, from a table [side, 2, hidden_size] (Gemma 4 12B)
 
 # How queries and keys rotate. In each, half of the frequencies belong to the patch's row, and half
 # to its column.
@@ -99,6 +100,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     """Attention of a layer. `qkv`: layers of q, k and v, or one of all three."""
 
     heads: int
+    kv_heads: int
     head_dim: int
     scale: float
     qkv: tuple[Dense, ...]
@@ -108,8 +110,8 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     value_norm: Norm | None = None
     rope: str = ""
     rope_theta: float = 10_000.0
-    # The rows and columns of patches of a window whose patches see each other, and no others; 0:
-    # all patches see each other. These layers see all in any case.
+    # Patches see those of their window alone, a square of this many rows of the encoder's result;
+    # 0: they see all. In these layers they see all in any case.
     window: int = 0
     whole_layers: tuple[int, ...] = ()
 
@@ -184,8 +186,11 @@ class Tower(msgspec.Struct, frozen=True, kw_only=True):
     position_name: str = ""  # with its ending, of a tensor of this shape
     position_shape: tuple[int, ...] = ()
     class_token: str = ""  # of one more token, whose place is the table's first row; with ending
-    first_norm: Norm | None = None  # after the patch projection
-    layer: TowerLayer
+    # before the patch projection, after it, and once the positions are added
+    pixel_norm: Norm | None = None
+    patch_norm: Norm | None = None
+    first_norm: Norm | None = None
+    layer: TowerLayer | None = None  # None: there are no layers
     final_norm: Norm | None = None
     projectors: tuple[Projector, ...]
 
@@ -196,13 +201,14 @@ class Tower(msgspec.Struct, frozen=True, kw_only=True):
 
     def weight_shapes(self) -> dict[str, list[int]]:
         """The shape of every tensor that a checkpoint must hold, by name."""
-        ends = (part for part in (self.patch, self.first_norm, self.final_norm) if part is not None)
-        shapes = dict(chain.from_iterable(part.shapes() for part in (*ends, *self.projectors)))
+        norms = self.pixel_norm, self.patch_norm, self.first_norm, self.final_norm
+        ends = [self.patch, *(norm for norm in norms if norm is not None), *self.projectors]
+        shapes = dict(chain.from_iterable(part.shapes() for part in ends))
         if self.positions:
             shapes[self.position_name] = list(self.position_shape)
         if self.class_token:
             shapes[self.class_token] = [1, 1, self.hidden_size]
-        layer = list(self.layer.shapes())
+        layer = [] if self.layer is None else list(self.layer.shapes())
         for index in range(self.num_layers):
             shapes |= {name.format(index): shape for name, shape in layer}
         return shapes

@@ -52,7 +52,12 @@ def make_config(model: str | Path, hf_overrides: dict | None = None, **arguments
 
 def start_executor(model: str | Path, hf_overrides: dict | None = None, **arguments) -> Worker:
     """Start an executor: load its model and allocate its cache."""
-    executor = Worker(make_config(model, hf_overrides, **arguments))
+    return start_with(make_config(model, hf_overrides, **arguments))
+
+
+def start_with(config: EngineConfig) -> Worker:
+    """Start an executor of a resolved configuration."""
+    executor = Worker(config)
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(executor.determine_num_blocks())
     return executor

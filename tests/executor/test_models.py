@@ -13,12 +13,23 @@ import torch
 from quire.executor.models import find_model, register_model
 from quire.executor.models.decoder import Decoder
 from quire.frontend import bundled_model
+from quire.frontend.engine_args import EngineArgs
 from quire.frontend.model_info.model_files import read_hf_config
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.models.architectures import ARCHITECTURES
 from quire.kernels import registry
-from quire.tests.executor.driver import Driver, Row, generate, greedy, start_executor
+from quire.tests.engine_device import engine_device
+from quire.tests.executor.driver import (
+    Driver,
+    Row,
+    generate,
+    greedy,
+    start_executor,
+    start_with,
+)
 from quire.tests.tiny_models import GEMMA4_EXPERTS, save_tiny_multimodal_model
+from quire.tests.tiny_vision import KINDS as VISION_KINDS
+from quire.tests.tiny_vision import save_tiny_vision_model
 
 BLOCK_SIZE = 16
 BUNDLED = Path(bundled_model.__file__).parent
@@ -478,6 +489,27 @@ def test_the_text_part_of_a_multimodal_model_is_token_exact(kind, overrides, tmp
     executor = start_executor(directory, hf_config, block_size=BLOCK_SIZE)
     rows = generate(executor, [random_prompt(n, seed=n) for n in LENGTHS], 12, greedy(logprobs=4))
     for row in rows:
+        assert_same_as_oracle(row, oracle_logprobs(model, row))
+
+
+@pytest.mark.parametrize("kind", [one for one in VISION_KINDS if one not in ("gemma3", "qwen3_5")])
+def test_the_text_part_of_a_model_that_reads_images_is_token_exact(kind, tmp_path):
+    model = save_tiny_vision_model(tmp_path, kind)
+    config = EngineArgs(
+        str(tmp_path),
+        dtype="float32",
+        max_model_len=256,
+        num_threads=1,
+        block_size=BLOCK_SIZE,
+        device=engine_device(),
+        language_model_only=True,
+        kv_cache_memory_bytes=2**24,
+    ).create_engine_config()
+    executor = start_with(config)
+    assert executor.model.encoder is None
+    for row in generate(
+        executor, [random_prompt(n, seed=n) for n in (5, 90)], 8, greedy(logprobs=4)
+    ):
         assert_same_as_oracle(row, oracle_logprobs(model, row))
 
 

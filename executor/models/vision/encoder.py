@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ....ipc.models.vision_tower import Tower
-from ....kernels.ops import make_metadata
+from ....kernels.ops import AttentionMetadata, make_metadata
 from ...model import ImageEncoder
 from ..layers import LayerFactory, Weights
 from .places import Grid, angles_of, make_grid, patches_of, positions_of
@@ -43,46 +43,65 @@ class VisionEncoder(ImageEncoder):
             raise ValueError(
                 f"the sides of an image must be multiples of {unit}, got {width} x {height}"
             )
-        size, merge = self.config.patch_size, self.config.merge
-        grid = make_grid(height // size, width // size, merge)
-        patches, places = self._patches(pixels, grid), self._places(grid)
-        results = self.tower(patches, places)
+        size, merge, layer = self.config.patch_size, self.config.merge, self.config.layer
+        window = 0 if layer is None else layer.attention.window
+        grid = make_grid(height // size, width // size, merge, window)
+        results = self.tower(self._patches(pixels, grid), self._places(grid))
         num_rows = len(grid.order) // (merge * merge)
-        return torch.cat(
+        rows = torch.cat(
             [one.finish(x, num_rows) for one, x in zip(self.tower.projectors, results)], 1
         )
+        if grid.squares is None:
+            return rows
+        return rows[grid.squares.argsort().to(self.device)]
 
     def _patches(self, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
         """[P, numbers of a patch] of the model's dtype, normalised"""
         values = patches_of(pixels.cpu(), grid).long()
-        channels = torch.arange(3)
-        numbers = self._values[values, channels].flatten(1)
-        return torch.cat([numbers] * self.config.frames, 1).to(self.device)
+        numbers = self._values[values, torch.arange(3)].flatten(1)
+        numbers = torch.cat([numbers] * self.config.frames, 1)
+        if self.tower.class_token is not None:
+            numbers = torch.cat((numbers, torch.zeros_like(numbers[:1])))
+        return numbers.to(self.device)
 
     def _places(self, grid: Grid) -> Places:
-        count, attention = len(grid.order), self.config.layer.attention
-        added = None
-        if self.tower.table is not None:
-            grid_there = grid._replace(order=grid.order.to(self.device))
-            added = positions_of(self.config.positions, self.tower.table, grid_there)
-            added = added.to(self.dtype)
+        layer = self.config.layer
         angles = []
-        if attention.rope:
+        if layer is not None and layer.attention.rope:
+            attention = layer.attention
             sizes = attention.rope, attention.rope_theta, attention.head_dim
             angles = [table.to(self.device) for table in angles_of(*sizes, grid)]
-        lengths = torch.tensor([count], dtype=torch.int32)
-        nothing = torch.zeros(count, dtype=torch.int64)
-        metadata = make_metadata(
-            torch.tensor([0, count], dtype=torch.int32).to(self.device),
-            lengths.to(self.device),
-            [torch.zeros(1, 1, dtype=torch.int32)],
-            [nothing],
-            0,
-            [count],
-            [count],
-        )
-        return Places(added, angles, torch.arange(count, device=self.device), metadata)
+        count = len(grid.order) + (self.tower.class_token is not None)
+        whole = _texts([count], self.device)
+        windows = whole if grid.squares is None else _texts(grid.lengths, self.device)
+        positions = torch.arange(count, device=self.device)
+        return Places(self._added(grid), angles, positions, whole, windows)
+
+    def _added(self, grid: Grid) -> torch.Tensor | None:
+        """See Places."""
+        table, kind, token = self.tower.table, self.config.positions, self.tower.class_token
+        if table is None:
+            return None
+        grid = grid._replace(order=grid.order.to(self.device))
+        if token is None:
+            return positions_of(kind, table, grid).to(self.dtype)
+        added = positions_of(kind, table[0, 1:], grid)
+        first = token[0].float() + table[0, :1].float()
+        if self.tower.patch.bias is not None:  # of the patch projection, whose input is 0 here
+            first -= self.tower.patch.bias.float()
+        return torch.cat((added, first)).to(self.dtype)
 
     def weights(self) -> Weights:
         """See Model.weights."""
         yield from self.tower.weights()
+
+
+def _texts(lengths: list[int], device: torch.device) -> AttentionMetadata:
+    """The metadata of texts of these lengths, one after another, for encoder_attention."""
+    counts = torch.tensor(lengths, dtype=torch.int32)
+    starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    tables = torch.zeros(len(lengths), 1, dtype=torch.int32)
+    slots = torch.zeros(sum(lengths), dtype=torch.int64)
+    return make_metadata(
+        starts.to(device), counts.to(device), [tables], [slots], 0, lengths, lengths
+    )

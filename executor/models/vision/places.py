@@ -4,7 +4,7 @@ Must not know: layers, weights' names, requests.
 
 Patches are ordered by the squares that a row of the encoder's result stands for, and by rows in a
 square. So the patches of a square are neighbours, and joining them is a view. The squares are in
-reading order. Attention in both directions does not depend on the order.
+reading order, or by windows in it. Attention in both directions does not depend on the order.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ....ipc.models.vision_tower import (
     AXES,
     BUCKETS,
     HALVES_OF_HEADS,
+    PAIRS,
     RESIZED,
     TABLE,
 )
@@ -30,6 +31,9 @@ class Grid(NamedTuple):
     rows: int
     columns: int
     order: torch.Tensor  # [rows * columns] i64: the place in reading order of each patch
+    # [squares] i64: the place in reading order of each square; None: squares are in that order
+    squares: torch.Tensor | None
+    lengths: list[int]  # patches of each window
 
     @property
     def row(self) -> torch.Tensor:
@@ -42,12 +46,21 @@ class Grid(NamedTuple):
         return self.order % self.columns
 
 
-def make_grid(rows: int, columns: int, merge: int) -> Grid:
+def make_grid(rows: int, columns: int, merge: int, window: int = 0) -> Grid:
     """The grid of an image with this many rows and columns of patches, multiples of `merge`, which
-    is the side of a square.
+    is the side of a square. With windows of `window` x `window` squares (those at the right and at
+    the bottom may be smaller), squares are in the order of windows.
     """
     order = torch.arange(rows * columns).view(rows // merge, merge, columns // merge, merge)
-    return Grid(rows, columns, order.transpose(1, 2).flatten())
+    cells = order.transpose(1, 2).reshape(-1, merge * merge)  # [squares, patches]
+    if not window:
+        return Grid(rows, columns, cells.flatten(), None, [len(order.flatten())])
+    across = columns // merge
+    square = torch.arange(len(cells))
+    windows = square // across // window * -(-across // window) + square % across // window
+    squares = windows.argsort(stable=True)
+    lengths = [count * merge * merge for count in windows.bincount().tolist()]
+    return Grid(rows, columns, cells[squares].flatten(), squares, lengths)
 
 
 def patches_of(pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -63,6 +76,8 @@ def positions_of(kind: str, table: torch.Tensor, grid: Grid) -> torch.Tensor:
 
     Raises ValueError for a grid that does not fit a table of another size.
     """
+    if kind == PAIRS:
+        kind, table = AXES, table.transpose(0, 1)
     if kind == AXES:
         if max(grid.rows, grid.columns) > table.shape[1]:
             raise ValueError(

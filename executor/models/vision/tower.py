@@ -17,6 +17,18 @@ from ..encoder import LayerNorm
 from ..layers import LayerFactory, RMSNorm, Weights
 from ..linear import Linear
 
+
+class Unweighted(RMSNorm):
+    """An RMS norm whose weight is 1, and stands in no checkpoint."""
+
+    def __init__(self, norm: config.Norm, make: LayerFactory):
+        ones = torch.ones(norm.size, dtype=torch.float32, device=make.device)
+        super().__init__("", ones, norm.eps, make.ops)
+
+    def weights(self, prefix: str) -> Weights:
+        yield from ()
+
+
 Norm = LayerNorm | RMSNorm
 
 
@@ -27,6 +39,7 @@ class Places(NamedTuple):
     angles: Sequence[torch.Tensor]  # see angles_of
     positions: torch.Tensor  # [P] i64: the row of `angles` of each patch
     metadata: AttentionMetadata  # of one text: the image
+    windows: AttentionMetadata  # of a text for each window, or the same where there are none
 
 
 def make_norm(make: LayerFactory, norm: config.Norm, index: int = 0) -> Norm:
@@ -34,8 +47,7 @@ def make_norm(make: LayerFactory, norm: config.Norm, index: int = 0) -> Norm:
     if norm.kind == config.LAYER:
         return LayerNorm(make, name, norm.size, norm.eps)
     if not name:
-        ones = torch.ones(norm.size, dtype=torch.float32, device=make.device)
-        return RMSNorm(name, ones, norm.eps, make.ops)
+        return Unweighted(norm, make)
     weight = make.parameter(norm.size, dtype=torch.float32 if norm.is_fp32 else None)
     return RMSNorm(name, Weight(weight, offset=norm.offset), norm.eps, make.ops)
 
@@ -52,7 +64,7 @@ def make_dense(make: LayerFactory, dense: config.Dense, index: int = 0) -> Linea
 
 
 class Merged:
-    """Linear layers of one input as one."""
+    """Linear layers of one input, whose results are side by side."""
 
     def __init__(self, make: LayerFactory, parts: Sequence[config.Dense], index: int):
         shards = {part.name.format(index): part.out_features for part in parts}
@@ -66,64 +78,141 @@ class Merged:
         yield from self.linear.weights("")
 
 
+class Clipped:
+    """The same for layers whose inputs and outputs are bounded, each by bounds of its own."""
+
+    def __init__(self, make: LayerFactory, parts: Sequence[config.Dense], index: int):
+        self.linears = [Merged(make, [part], index) for part in parts]
+        self.names = [[name.format(index) for name in part.bounds] for part in parts]
+        # the least and the largest input, and output
+        self.bounds = [[make.parameter(dtype=torch.float32) for _ in range(4)] for _ in parts]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[P, in_features] -> [P, sum of out_features]"""
+        results = []
+        for linear, (low, high, *of_output) in zip(self.linears, self.bounds):
+            y = linear(x.clamp(low.to(x.dtype), high.to(x.dtype)))
+            results.append(y.clamp_(*(bound.to(x.dtype) for bound in of_output)))
+        return torch.cat(results, 1) if len(results) > 1 else results[0]
+
+    def weights(self) -> Weights:
+        for linear, names, bounds in zip(self.linears, self.names, self.bounds):
+            yield from linear.weights()
+            yield from zip(names, bounds)
+
+
+def make_side_by_side(
+    make: LayerFactory, parts: Sequence[config.Dense], index: int
+) -> Merged | Clipped:
+    return (Clipped if parts[0].is_clipped else Merged)(make, parts, index)
+
+
 class Attention:
     def __init__(self, make: LayerFactory, attention: config.Attention, index: int):
         self.ops, self.config = make.ops, attention
-        self.qkv = Merged(make, attention.qkv, index)
-        self.out = Merged(make, [attention.out], index)
+        self.is_windowed = bool(attention.window) and index not in attention.whole_layers
+        self.qkv = make_side_by_side(make, attention.qkv, index)
+        self.out = make_side_by_side(make, [attention.out], index)
+        self.q_norm, self.k_norm, self.value_norm = (
+            None if norm is None else make_norm(make, norm, index)
+            for norm in (attention.q_norm, attention.k_norm, attention.value_norm)
+        )
 
     def __call__(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         """[P, hidden_size] -> [P, hidden_size]"""
-        heads, head_dim = self.config.heads, self.config.head_dim
-        query, key, value = self.qkv(x).view(len(x), 3, heads, head_dim).unbind(1)
+        attention = self.config
+        sizes = [n * attention.head_dim for n in (attention.heads, *[attention.kv_heads] * 2)]
+        query, key, value = self.qkv(x).split(sizes, 1)
+        query = self._heads(query, self.q_norm)
+        key, value = self._heads(key, self.k_norm), self._heads(value, self.value_norm)
         first = 0
         for angles in places.angles:
             part = slice(first, first + angles.shape[1])
             rotated = query[:, :, part], key[:, :, part]
             self.ops.rotary_embedding(places.positions, *rotated, angles)
             first = part.stop
-        attended = self.ops.encoder_attention(query, key, value, places.metadata, self.config.scale)
-        return self.out(attended.view(len(x), heads * head_dim))
+        texts = places.windows if self.is_windowed else places.metadata
+        attended = self.ops.encoder_attention(query, key, value, texts, attention.scale)
+        return self.out(attended.view(len(x), sizes[0]))
+
+    def _heads(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """[P, heads * head_dim] -> [P, heads, head_dim], normed by head, or over all heads"""
+        size = self.config.head_dim
+        if norm is None:
+            return x.view(len(x), -1, size)
+        if len(norm.weight) == size:
+            return norm(x.view(len(x), -1, size))
+        return norm(x).view(len(x), -1, size)
 
     def weights(self) -> Weights:
-        yield from self.qkv.weights()
-        yield from self.out.weights()
+        for part in (self.qkv, self.out):
+            yield from part.weights()
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                yield from norm.weights("")
 
 
 class MLP:
     def __init__(self, make: LayerFactory, layer: config.TowerLayer, index: int):
-        self.up, self.down = Merged(make, layer.up, index), Merged(make, [layer.down], index)
+        self.up = make_side_by_side(make, layer.up, index)
+        self.down = make_side_by_side(make, [layer.down], index)
         self.activate = getattr(make.ops, layer.activation + "_and_mul" * (len(layer.up) > 1))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         """[P, hidden_size] -> [P, hidden_size]"""
         return self.down(self.activate(self.up(x)))
 
     def weights(self) -> Weights:
-        yield from self.up.weights()
-        yield from self.down.weights()
+        for part in (self.up, self.down):
+            yield from part.weights()
 
 
-class Layer:
-    def __init__(self, make: LayerFactory, layer: config.TowerLayer, index: int):
-        self.ops = make.ops
-        self.attention, self.mlp = (
-            Attention(make, layer.attention, index),
-            MLP(make, layer, index),
-        )
-        self.attention_norm = make_norm(make, layer.attention_norm, index)
-        self.mlp_norm = make_norm(make, layer.mlp_norm, index)
+class Residual:
+    """A block of a layer, whose result is added to its input."""
 
-    def __call__(self, residual: torch.Tensor, places: Places) -> None:
-        """In place, residual [P, hidden_size]."""
-        self.ops.add(self.attention(self.attention_norm(residual), places), residual)
-        self.ops.add(self.mlp(self.mlp_norm(residual)), residual)
+    def __init__(
+        self,
+        make: LayerFactory,
+        block: Attention | MLP,
+        before: config.Norm,
+        after: config.Norm | None,
+        factor: str,
+        index: int,
+    ):
+        """factor: the name of a vector that the result is multiplied by, or ""."""
+        self.ops, self.block, self.size = make.ops, block, before.size
+        self.before = make_norm(make, before, index)
+        self.after = None if after is None else make_norm(make, after, index)
+        self.factor_name = factor.format(index)
+        self.factor = make.parameter(before.size) if factor else None
+
+    def __call__(self, x: torch.Tensor, places: Places) -> None:
+        """In place, x [P, hidden_size]."""
+        y = self.block(self.before(x), places)
+        if self.after is not None:
+            y = self.after(y)
+        if self.factor is not None:
+            shape = len(x), 1, self.size
+            y = self.ops.multiply(y.view(shape), self.factor.expand(shape), "none").view(x.shape)
+        self.ops.add(y, x)
 
     def weights(self) -> Weights:
-        for norm in (self.attention_norm, self.mlp_norm):
-            yield from norm.weights("")
-        yield from self.attention.weights()
-        yield from self.mlp.weights()
+        for norm in (self.before, self.after):
+            if norm is not None:
+                yield from norm.weights("")
+        if self.factor is not None:
+            yield self.factor_name, self.factor
+        yield from self.block.weights()
+
+
+def make_layer(make: LayerFactory, layer: config.TowerLayer, index: int) -> list[Residual]:
+    attention, mlp = Attention(make, layer.attention, index), MLP(make, layer, index)
+    of_attention = layer.attention_norm, layer.attention_after, layer.attention_factor
+    of_mlp = layer.mlp_norm, layer.mlp_after, layer.mlp_factor
+    return [
+        Residual(make, attention, *of_attention, index),
+        Residual(make, mlp, *of_mlp, index),
+    ]
 
 
 class Projector:
@@ -138,6 +227,12 @@ class Projector:
         self.before = make_norm(make, projector.before) if projector.before is not None else None
         self.after = make_norm(make, projector.after) if projector.after is not None else None
         self.dense = [make_dense(make, one) for one in projector.dense]
+        self.shift = self.scale = None
+        if projector.shift:
+            self.shift, self.scale = (
+                make.parameter(projector.dense[0].in_features, dtype=torch.float32)
+                for _ in range(2)
+            )
 
     def project_patches(self, x: torch.Tensor) -> torch.Tensor:
         """[P, hidden_size] -> what `finish` takes"""
@@ -158,7 +253,10 @@ class Projector:
         total = squares[:, 0].clone()
         for i in range(1, self.square):  # in an order that no number of threads changes
             total += squares[:, i]
-        return self._project((total / self.square).to(x.dtype))
+        mean = (total / self.square).to(x.dtype).float() * self.config.factor
+        if self.shift is not None and self.scale is not None:
+            mean = (mean - self.shift) * self.scale
+        return self._project(mean.to(x.dtype))
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         if self.after is not None:
@@ -173,6 +271,9 @@ class Projector:
         for part in (self.before, self.after, *self.dense):
             if part is not None:
                 yield from part.weights("")
+        if self.shift is not None and self.scale is not None:
+            yield self.config.shift, self.shift
+            yield self.config.scale, self.scale
 
 
 class VisionTower:
@@ -181,24 +282,32 @@ class VisionTower:
     def __init__(self, make: LayerFactory, tower: config.Tower):
         self.config, self.ops = tower, make.ops
         self.patch = make_dense(make, tower.patch)
-        self.table = None
-        if tower.positions:
-            self.table = make.parameter(*tower.position_shape)
-        self.first_norm = make_norm(make, tower.first_norm) if tower.first_norm else None
-        self.layers = [Layer(make, tower.layer, index) for index in range(tower.num_layers)]
-        self.final_norm = make_norm(make, tower.final_norm) if tower.final_norm else None
+        self.table = make.parameter(*tower.position_shape) if tower.positions else None
+        self.class_token = None
+        if tower.class_token:
+            self.class_token = make.parameter(1, 1, tower.hidden_size)
+        self.pixel_norm, self.patch_norm, self.first_norm, self.final_norm = (
+            None if norm is None else make_norm(make, norm)
+            for norm in (tower.pixel_norm, tower.patch_norm, tower.first_norm, tower.final_norm)
+        )
+        self.layers: list[list[Residual]] = []
+        if tower.layer is not None:
+            self.layers = [make_layer(make, tower.layer, i) for i in range(tower.num_layers)]
         self.projectors = [Projector(make, one, tower.merge) for one in tower.projectors]
 
     def __call__(self, patches: torch.Tensor, places: Places) -> list[torch.Tensor]:
         """patches [P, numbers of a patch] -> for each projector what project_patches returns"""
-        x = self.patch(patches)
+        x = self.patch(patches if self.pixel_norm is None else self.pixel_norm(patches))
+        if self.patch_norm is not None:
+            x = self.patch_norm(x)
         if places.added is not None:
             self.ops.add(places.added, x)
         if self.first_norm is not None:
             x = self.first_norm(x)
         results: dict[int, torch.Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            layer(x, places)
+        for index, blocks in enumerate(self.layers):
+            for block in blocks:
+                block(x, places)
             self._project(index, x, results)
         self._project(None, x if self.final_norm is None else self.final_norm(x), results)
         return [results[i] for i in range(len(self.projectors))]
@@ -211,12 +320,16 @@ class VisionTower:
 
     def weights(self) -> Weights:
         """The weight-name table; see Model.weights."""
-        for part in (self.patch, self.first_norm, self.final_norm):
-            if part is not None:
-                yield from part.weights("")
+        yield from self.patch.weights("")
+        for norm in (self.pixel_norm, self.patch_norm, self.first_norm, self.final_norm):
+            if norm is not None:
+                yield from norm.weights("")
         if self.table is not None:
             yield self.config.position_name, self.table
-        for layer in self.layers:
-            yield from layer.weights()
+        if self.class_token is not None:
+            yield self.config.class_token, self.class_token
+        for blocks in self.layers:
+            for block in blocks:
+                yield from block.weights()
         for projector in self.projectors:
             yield from projector.weights()

@@ -143,7 +143,7 @@ def show(name: str, *, as_json: bool) -> int:
 
 
 def check(names: Sequence[str], catalogue: str | None, *, downloads: bool, as_json: bool) -> int:
-    from ..model_info.catalogue import RUNS, judge, read_catalogue
+    from ..model_info.catalogue import NOT_HERE, RUNS, judge, read_catalogue
 
     if catalogue is not None:
         text = sys.stdin.read() if catalogue == "-" else _text_of(catalogue)
@@ -158,6 +158,8 @@ def check(names: Sequence[str], catalogue: str | None, *, downloads: bool, as_js
     print_table(header, rows)
     counts = [(sum(v.runs == runs for v in verdicts), runs) for runs in RUNS]
     print(f"{len(verdicts)} models: {', '.join(f'{count} {runs}' for count, runs in counts)}")
+    if not downloads and any(verdict.reason == NOT_HERE for verdict in verdicts):
+        print("quire: --download fetches configurations that are not here", file=sys.stderr)
     return 0
 
 

@@ -22,7 +22,7 @@ from . import gguf_names
 from .gguf_header import find_description
 from .model_cache import short_reason
 from .model_files import BUNDLED, find_cached_directory, find_model_directory, read_hf_config
-from .model_pull import explained
+from .model_pull import DownloadError, explained
 
 NATIVELY, IN_TRANSFORMERS, NOT, UNKNOWN = "natively", "in transformers' code", "not", "unknown"
 RUNS = (NATIVELY, IN_TRANSFORMERS, NOT, UNKNOWN)
@@ -46,14 +46,25 @@ def read_catalogue(text: str) -> list[str]:
 def judge(models: Iterable[str], *, downloads: bool = False) -> list[Verdict]:
     """Returns a verdict for each model. It is a config.json under any name, a directory, a GGUF
     file, or a model on the hub, of which the cache holds the configuration. With `downloads` a
-    configuration that is missing there is downloaded, without anything else.
+    configuration that is missing there is downloaded, without anything else, as long as the hub
+    answers.
     """
-    return [_judge(model, downloads) for model in models]
+    verdicts = []
+    for model in models:
+        try:
+            verdicts.append(_judge(model, downloads))
+        except DownloadError as error:
+            downloads = False  # each further try would take half a minute
+            verdicts.append(Verdict(model=model, runs=UNKNOWN, reason=str(error)))
+    return verdicts
 
 
 def _judge(model: str, downloads: bool) -> Verdict:
+    """Raises DownloadError if the hub does not answer."""
     try:
         path = _find(model, downloads)
+    except DownloadError:
+        raise
     except QuireError as error:
         return Verdict(model=model, runs=UNKNOWN, reason=str(error))
     if path is None:

@@ -317,6 +317,9 @@ def explained(model: str, repository: str, revision: str | None) -> Iterator[Non
         ) from None
     except (QuireError, KeyboardInterrupt):
         raise
+    except errors.LocalEntryNotFoundError as error:  # it names what it could not do, not why
+        reason = first_line(error.__cause__ or error)
+        raise DownloadError(f"{place}: the hub cannot be reached: {reason}") from None
     except OSError as error:
         if isinstance(error, errors.HfHubHTTPError) or error.errno is None:
             raise DownloadError(f"{place}: the hub answered: {first_line(error)}") from None

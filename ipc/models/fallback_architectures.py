@@ -168,6 +168,12 @@ def choose_implementation(
             return TRANSFORMERS, model_type
         if is_fallback_encoder(hf_config):
             return TRANSFORMERS, model_type
+        types = [known for known, row in FALLBACKS.items() if row.architecture in names]
+        if model_type in REFUSED and types:  # an older config.json, such as MiniMax M2's first one
+            raise ModelLoadError(
+                f"config.json: architectures={names!r:.100} belongs to model_type {types[0]}, not "
+                f'to {model_type}; set hf_overrides={{"model_type": "{types[0]}"}}'
+            )
         if model_type in REFUSED:
             raise ModelLoadError(f"model_type {model_type} is not supported: {REFUSED[model_type]}")
     raise ModelLoadError(f"{problem}; docs/models.md lists what runs through transformers")

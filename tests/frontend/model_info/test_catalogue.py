@@ -18,6 +18,7 @@ from quire.frontend.model_info.catalogue import (
     judge,
     read_catalogue,
 )
+from quire.frontend.model_info.model_pull import DownloadError
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.models import fallback_architectures
 from quire.ipc.models.fallback_architectures import choose_implementation
@@ -80,6 +81,7 @@ def test_configurations_of_every_kind(tmp_path: Path) -> None:
         ("bloom", {}),
         ("llama", {"architectures": ["NovelForCausalLM"], "model_type": "novel"}),
         ("llama", {"architectures": None, "model_type": None}),
+        ("llama", {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax"}),
     ],
 )
 def test_reasons_are_the_engines(tmp_path: Path, name: str, change: dict[str, Any]) -> None:
@@ -142,6 +144,23 @@ def test_the_hub_is_asked_only_on_request(hub: FakeHub) -> None:
     assert not any("safetensors" in path for _, path, _ in hub.asked)
     hub.asked.clear()
     assert judge(names)[0] == first and not hub.asked  # from the cache
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def find(model: str, downloads: bool) -> None:
+        if downloads:
+            asked.append(model)
+            raise DownloadError("the hub cannot be reached")
+
+    monkeypatch.setattr(catalogue, "_find", find)
+    found = judge(["a", "b", "c"], downloads=True)
+    assert [verdict.reason for verdict in found] == [
+        "the hub cannot be reached",
+        *[NOT_HERE] * 2,
+    ]
+    assert asked == ["a"]
 
 
 def test_verdicts_are_all_of_the_stated_kinds() -> None:

@@ -40,7 +40,8 @@ PLAIN = dict(
 )
 GGUF_MODEL = "the bundled model as a GGUF file"  # in settings: written when it is needed
 GGUF_FILE = "bundled-Q4_0.gguf"
-HYBRID_MODEL = "a random model with recurrent layers, and the bundled tokenizer"
+# random models with recurrent layers, and the bundled tokenizer: their kinds in tiny_models.py
+HYBRID_MODELS = HYBRID_MODEL, KIMI_MODEL = "qwen3_5_text", "kimi_linear"
 # One request of the longest kind fits; shorter ones preempt each other.
 FEW_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1
 PAUSE_AT_STEP = 6
@@ -91,8 +92,8 @@ def settings_of(*features: Feature) -> dict[str, Any]:
         settings |= feature.settings
     if settings.get("model") == GGUF_MODEL:
         settings["model"] = str(Path(gguf_folder().name) / GGUF_FILE)
-    if settings.get("model") == HYBRID_MODEL:
-        settings["model"] = hybrid_folder().name
+    if settings.get("model") in HYBRID_MODELS:
+        settings["model"] = hybrid_folder(settings["model"]).name
     return settings
 
 
@@ -105,13 +106,15 @@ def gguf_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @cache
-def hybrid_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder with HYBRID_MODEL for all tests of a process."""
+def hybrid_folder(kind: str) -> tempfile.TemporaryDirectory[str]:
+    """Return a folder with one of HYBRID_MODELS for all tests of a process."""
     folder, bundled = tempfile.TemporaryDirectory(), Path(find_model_directory("bundled"))
     config = json.loads((bundled / "config.json").read_text())
     keys = "vocab_size", "bos_token_id", "eos_token_id", "max_position_embeddings"
     sizes = {key: config[key] for key in keys}
-    save_tiny_model(folder.name, "qwen3_5_text", tie_word_embeddings=True, **sizes)
+    # with this seed its answers repeat tokens
+    own: dict[str, Any] = {"tie_word_embeddings": True} if kind == HYBRID_MODEL else {"seed": 3}
+    save_tiny_model(folder.name, kind, **own, **sizes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled / name, folder.name)
     return folder

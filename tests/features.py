@@ -47,6 +47,7 @@ from quire.tests.feature_run import (
     FEW_BLOCKS,
     GGUF_MODEL,
     HYBRID_MODEL,
+    KIMI_MODEL,
     Feature,
     replace,
 )
@@ -145,6 +146,13 @@ HYBRID = Feature(
     relates=relates_as_different,
     changes_model=True,
 )
+KIMI = Feature(
+    "Kimi Linear",
+    shows_states,
+    dict(model=KIMI_MODEL, state_checkpoint_interval=BLOCK_SIZE),
+    relates=relates_as_different,
+    changes_model=True,
+)
 STOP = Feature("stop", shows_stop, change=with_stop, relates=relates_stop)
 
 FEATURES = (
@@ -171,4 +179,5 @@ FEATURES = (
     FALLBACK,
     LORA,
     HYBRID,
+    KIMI,
 )

@@ -50,6 +50,7 @@ from quire.tests.features import (
     FEATURES,
     GGUF,
     HYBRID,
+    KIMI,
     LORA,
     MULTI_STEP,
     OFFLOAD,
@@ -71,9 +72,8 @@ APART = (
     {OVERLAP.name, OFFLOAD.name},
     {LORA.name, OFFLOAD.name},
     # these are other models: a file of the bundled one, its adapters, transformers' code
-    {HYBRID.name, GGUF.name},
-    {HYBRID.name, LORA.name},
-    {HYBRID.name, FALLBACK.name},
+    *({hybrid.name, other.name} for hybrid in (HYBRID, KIMI) for other in (GGUF, LORA, FALLBACK)),
+    {HYBRID.name, KIMI.name},
 )
 PAIRS = [(a, a) for a in FEATURES] + [
     pair for pair in itertools.combinations(FEATURES, 2) if {f.name for f in pair} not in APART
@@ -234,9 +234,9 @@ def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
 @pytest.mark.parametrize(
     "left_out",
     [
-        (RECOMPUTE, FALLBACK, SPECULATION, LORA, OFFLOAD, HYBRID),
-        (SWAP, FALLBACK, MULTI_STEP, OVERLAP, OFFLOAD, HYBRID),
-        (RECOMPUTE, FALLBACK, SPECULATION, LORA, OFFLOAD, GGUF),
+        (RECOMPUTE, FALLBACK, SPECULATION, LORA, OFFLOAD, HYBRID, KIMI),
+        (SWAP, FALLBACK, MULTI_STEP, OVERLAP, OFFLOAD, HYBRID, KIMI),
+        (RECOMPUTE, FALLBACK, SPECULATION, LORA, OFFLOAD, GGUF, KIMI),
     ],
     ids=["several steps", "drafts and adapters", "hybrid"],
 )

@@ -519,14 +519,9 @@ class Worker:
         """Opens the store of blocks that the cache has no room for, if the configuration asks for
         one. Raises InvalidParameterError, NotEnoughMemoryError.
         """
-        if self.config.cache_config.kv_offloading_size:
-            if self.kv_cache_windows != (0,):
-                raise InvalidParameterError(
-                    "kv_offloading_size",
-                    "layers with sliding windows keep no whole context; "
-                    "disable_hybrid_kv_cache_manager=True lets them",
-                )
-            states = self._states
+        states = self._states
+        # the layers of a stage may keep nothing
+        if self.config.cache_config.kv_offloading_size and (self.block_bytes or states):
             self.offload = KVOffload(
                 self._open_store(),
                 lambda: caches_of(self.attention_layers()),
@@ -543,9 +538,14 @@ class Worker:
         if self._states is not None:
             shapes += self._states.shapes
             block_bytes = block_bytes or self._states.place_bytes  # without attention
+        if self.kv_cache_windows != (0,):
+            shapes.append(self._cache.groups)
+        rank = self.group.place
+        if rank != (0, 1):
+            shapes.append([self.group.size, self.group.stages.count, rank])
         identity = identity_of(self.config, self._directory, str(self.cpu_isa), shapes, __version__)
-        free_bytes = devices.free_bytes(torch.device("cpu"))
-        return open_store(self.config, block_bytes, identity, free_bytes)
+        free_bytes = devices.free_bytes(torch.device("cpu")) // self.group.num_on_machine
+        return open_store(self.config, block_bytes, identity, free_bytes, rank)
 
     # ------------------------------------------------------------ steps
 

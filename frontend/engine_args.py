@@ -433,8 +433,6 @@ def _resolve_cache(config: EngineConfig, device_config: Any, model_config: Any) 
             "needs enable_prefix_caching": not wanted.enable_prefix_caching,
             "needs device=cpu": device_config.device != "cpu",
             "needs async_scheduling=False": config.scheduler_config.async_scheduling,
-            "needs tensor_parallel_size=1": device_config.tensor_parallel_size > 1,
-            "needs pipeline_parallel_size=1": device_config.pipeline_parallel_size > 1,
         }
         for reason, is_refused in refusals.items():
             if is_refused:

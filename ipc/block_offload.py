@@ -6,17 +6,36 @@ Must not know: where they are kept, what a block or a state holds, requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Protocol
+
+GROUP_MARK = b"group"  # no hash begins with it
+
+
+def name_in_group(digest: bytes, group: int) -> bytes:
+    """The name of the block with this hash [32 bytes] that belongs to a group of layers (see
+    ipc/models/kv_layout.py). In all groups but the first one it has 24 bytes of the hash.
+    """
+    if not group:
+        return digest
+    return GROUP_MARK + group.to_bytes(3) + digest[len(GROUP_MARK) + 3 :]
+
+
+def group_of(name: bytes) -> int:
+    """The group in whose blocks the name was given."""
+    mark = len(GROUP_MARK)
+    return int.from_bytes(name[mark : mark + 3]) if name.startswith(GROUP_MARK) else 0
 
 
 class BlockOffload(Protocol):
-    """Keeps blocks of the KV cache that the cache has no room for, by names of 32 bytes. Blocks
-    with the same name are equal, regardless of which engine computed them. A state after a block
-    has the block's name; the two are kept, and lost, apart from each other.
+    """Keeps blocks of the KV cache that the cache has no room for, by names of 32 bytes (see
+    name_in_group). Blocks with the same name are equal, regardless of which engine computed them. A
+    state after a block of the first group has the block's name; the two are kept, and lost, apart
+    from each other.
 
-    Called between two steps, and while no step is in flight. What it keeps may leave at any time,
-    and may be there from an earlier engine, or come from another one.
+    Called between two steps. What it does comes after the steps that were begun before, and ahead
+    of those that are begun later. What it keeps may leave at any time, and may be there from an
+    earlier engine, or come from another one.
     """
 
     @property
@@ -25,8 +44,18 @@ class BlockOffload(Protocol):
         ...
 
     @property
+    def num_stored(self) -> int:
+        """Blocks that were stored and were not there before; a counter, as the next two."""
+        ...
+
+    @property
+    def num_states_stored(self) -> int:
+        """Such states."""
+        ...
+
+    @property
     def num_corrupt(self) -> int:
-        """Blocks and parts of states that were found to be damaged; a counter."""
+        """Blocks and parts of states that were found to be damaged."""
         ...
 
     @property
@@ -39,19 +68,19 @@ class BlockOffload(Protocol):
         """How many blocks a kept state takes the room of; 0: the model keeps no states."""
         ...
 
-    def count_present(self, names: Sequence[bytes]) -> int:
-        """How many of the first names are kept, up to the first that is not."""
+    def kept_blocks(self) -> Container[bytes]:
+        """The names of the blocks that are kept, for a look at it before the next call."""
         ...
 
-    def store(self, blocks: Sequence[tuple[int, bytes]]) -> int:
-        """Keeps blocks of the cache (block id, name); of these the first one leaves first. Returns
-        how many are new.
+    def store(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Keeps blocks of the cache (block id, name); of these the first one leaves first. Where
+        the caller does not wait for steps, they may count as kept a little later.
         """
         ...
 
-    def load(self, blocks: Sequence[tuple[int, bytes]]) -> int:
-        """Fills blocks of the cache (block id, name), up to the first that cannot be loaded;
-        returns their number. What the other blocks hold is not defined.
+    def load(self, blocks: Sequence[tuple[int, bytes]]) -> bool:
+        """Fills blocks of the cache (block id, name). Returns False if one cannot be loaded; what
+        the blocks hold is not defined then.
         """
         ...
 
@@ -61,7 +90,7 @@ class BlockOffload(Protocol):
         """
         ...
 
-    def store_states(self, states: Sequence[tuple[int, bytes]]) -> int:
+    def store_states(self, states: Sequence[tuple[int, bytes]]) -> None:
         """Keeps states (place, name) as `store` keeps blocks."""
         ...
 

@@ -5,7 +5,7 @@ loses some if it is told to.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 
 class FakeOffload:
@@ -20,59 +20,64 @@ class FakeOffload:
         num_blocks: int,
         cache: Callable[[], list[list[int | None]]],
         states: Callable[[], list[int]] = list,
+        wait: Callable[[], None] = lambda: None,
     ):
+        """wait: until the steps that were begun have run."""
         self.num_blocks, self.num_corrupt = num_blocks, 0
+        self.num_stored = self.num_states_stored = 0
         self.loss, self.rng = 0.0, random.Random(0)
         self.kept: dict[bytes, list[int | None]] = {}  # the first leaves first
         self.kept_states: dict[bytes, int] = {}  # also
-        self._cache, self._states = cache, states
+        self._cache, self._states, self._wait = cache, states, wait
         self._reported: set[bytes] = set()
 
-    def count_present(self, names: Sequence[bytes]) -> int:
-        return next((i for i, name in enumerate(names) if name not in self.kept), len(names))
+    def kept_blocks(self) -> Container[bytes]:
+        return self.kept
 
-    def store(self, blocks: Sequence[tuple[int, bytes]]) -> int:
-        cache, num_new = self._cache(), 0
+    def store(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        self._wait()
+        cache = self._cache()
         for block, name in blocks:
             assert len(name) == 32 and None not in cache[block]
             content = self.kept.pop(name, None)
-            num_new += content is None
+            self.num_stored += content is None
             assert content in (None, cache[block]), "two contents with one name"
             self.kept[name] = list(cache[block])
         self._make_room()
-        return num_new
 
     def _make_room(self) -> None:
         while len(self.kept) + self.blocks_per_state * len(self.kept_states) > self.num_blocks:
             kept = self.rng.choice([one for one in (self.kept, self.kept_states) if one])
             del kept[next(iter(kept))]
 
-    def load(self, blocks: Sequence[tuple[int, bytes]]) -> int:
+    def load(self, blocks: Sequence[tuple[int, bytes]]) -> bool:
+        self._wait()
         cache = self._cache()
-        for count, (block, name) in enumerate(blocks):
+        for block, name in blocks:
             if self.rng.random() < self.loss:
                 self.kept.pop(name, None)
                 self.num_corrupt += 1
             if name not in self.kept:
-                return count
+                return False
             cache[block] = list(self.kept[name])
-        return len(blocks)
+        return True
 
     def count_to_state(self, names: Sequence[bytes]) -> int:
         found = self.kept_states
         return next((i for i in range(len(names), 0, -1) if names[i - 1] in found), 0)
 
-    def store_states(self, states: Sequence[tuple[int, bytes]]) -> int:
-        places, num_new = self._states(), 0
+    def store_states(self, states: Sequence[tuple[int, bytes]]) -> None:
+        self._wait()
+        places = self._states()
         for place, name in states:
             content = self.kept_states.pop(name, None)
-            num_new += content is None
+            self.num_states_stored += content is None
             assert content in (None, places[place]), "two states with one name"
             self.kept_states[name] = places[place]
         self._make_room()
-        return num_new
 
     def load_state(self, place: int, name: bytes) -> bool:
+        self._wait()
         if self.rng.random() < self.loss:
             self.kept_states.pop(name, None)
             self.num_corrupt += 1

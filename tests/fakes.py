@@ -204,6 +204,7 @@ class FakeExecutor(FakeLoras):
                 int(size * 1024),
                 lambda: self.kv_cache,
                 lambda: [] if self.states is None else self.states.places,
+                lambda: self.thread.submit(lambda: None).result(),
             )
         return self.offload
 

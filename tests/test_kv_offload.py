@@ -110,6 +110,42 @@ def test_the_same_bits_as_a_large_cache(settings, tmp_path):
             assert engine.call_utility("check_integrity")
 
 
+@pytest.mark.skipif(library is None, reason="torch's kernels do not promise the same bits")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gemma3_text",
+        "lfm3",  # with states
+        pytest.param("gpt_oss", marks=pytest.mark.slow),
+        pytest.param("gemma4_text", marks=pytest.mark.slow),  # layers of different sizes
+    ],
+)
+def test_windows_get_what_they_see(kind, tmp_path):
+    """Blocks of all groups of layers are kept; a hit loads the last ones of a group with a
+    window.
+    """
+    sizes = {"vocab_size": 1000}
+    if kind == "gemma4_text":
+        sizes["vocab_size_per_layer_input"] = 1000
+    model = save_tiny_model(tmp_path / kind, kind, dtype="bfloat16", **sizes)
+    settings = SETTINGS | dict(model=str(model), state_checkpoint_interval=16)
+    settings |= dict(num_gpu_blocks_override=60)
+    prompts = conversations(10, 8)
+    with closing_engine(make_engine(**settings | LARGE)) as engine:
+        assert len(engine.client._engine.core.executor.kv_cache_windows) > 1
+        expected = run(engine, prompts)
+    for place in ({}, {"kv_offloading_path": str(tmp_path / "kv")}):
+        for is_second in (False, True)[: 1 + len(place)]:
+            offload = dict(kv_offloading_size=0.05, **place)
+            with closing_engine(make_engine(**settings | offload)) as engine:
+                assert run(engine, prompts) == expected
+                metrics = engine.get_metrics()
+                assert metrics["num_blocks_reloaded"] > 20
+                if is_second:  # all that was computed before the restart
+                    assert metrics["num_prompt_tokens"] <= len(prompts) * 3 * BLOCK_SIZE
+                assert engine.call_utility("check_integrity")
+
+
 def test_a_restart_keeps_them_and_two_engines_share_them(tmp_path):
     settings = SETTINGS | dict(kv_offloading_size=0.05, kv_offloading_path=str(tmp_path))
     prompts = conversations(1, 6)

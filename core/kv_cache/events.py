@@ -5,8 +5,11 @@ Must not know: sockets, who receives the events, which request runs when.
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from msgspec.structs import replace
 
+from ...ipc.block_offload import group_of
 from ...ipc.kv_events import (
     GPU,
     AllBlocksCleared,
@@ -58,15 +61,23 @@ class KVEvents:
         self._events.append(AllBlocksCleared())
 
     def changed(self, medium: str, added: list[bytes], removed: list[bytes]) -> None:
-        """The blocks of another medium have changed. Both lists hold names; the events have no
-        tokens.
+        """The blocks of another medium have changed. Both lists hold names (name_in_group); the
+        events have no tokens.
         """
         self._flush()
-        if removed:
-            self._events.append(BlockRemoved(list(map(hash_for_routers, removed)), medium))
-        if added:
-            hashes, size = list(map(hash_for_routers, added)), self._layout.block_size
-            self._events.append(BlockStored(hashes, None, [], size, None, medium, None))
+        for group, hashes in self._by_group(removed):
+            self._events.append(BlockRemoved(hashes, medium, group))
+        for group, hashes in self._by_group(added):
+            size = self._layout.block_size
+            stored = BlockStored(hashes, None, [], size, None, medium, None)
+            self._events.append(stored if group is None else replace(stored, group_idx=group))
+
+    def _by_group(self, names: list[bytes]) -> list[tuple[int | None, list[int]]]:
+        """(group, or None where there is one; hashes) of the groups that have any."""
+        return [
+            (group if self._has_groups else None, [hash_for_routers(name) for name in of_group])
+            for group, of_group in groupby(sorted(names, key=group_of), key=group_of)
+        ]
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call."""

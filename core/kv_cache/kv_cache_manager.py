@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from hashlib import sha256
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
+from ...ipc.block_offload import name_in_group
 from ...ipc.models.kv_layout import KVLayout
 from ..request import Request
 from .block_pool import BlockPool, Blocks, KVCacheBlock, ParkedBlocks
@@ -26,6 +27,13 @@ NOT_KEPT = -1  # in a table of host blocks
 def key_of(block_hash: bytes, group: int) -> bytes:
     """The name under which the pool finds a group's block with this content."""
     return block_hash + group.to_bytes(2) if group else block_hash
+
+
+class FoundBlocks(NamedTuple):
+    """What there is of a request's beginning."""
+
+    blocks: Blocks  # null where no later token sees a block, or where one is to be loaded
+    missing: list[tuple[int, int]]  # (index, group) of blocks that are to be loaded, in order
 
 
 class WatchedBlockPool(BlockPool):
@@ -79,9 +87,8 @@ class KVCacheManager:
         checkpoints: StateCheckpoints | None = None,
     ):
         """max_spare_tokens: tokens for which a request may keep room that no step has used.
-        events: receives what the prefix cache learns and forgets. offload: takes evicted blocks; it
-        needs a model with one group of layers and without a window. checkpoints: of a model that
-        keeps states, which the caller copies as a request begins.
+        events: receives what the prefix cache learns and forgets. offload: takes evicted blocks.
+        checkpoints: of a model that keeps states, which the caller copies as a request begins.
         """
         self.max_spare_tokens = max_spare_tokens
         self.layout = layout
@@ -129,35 +136,40 @@ class KVCacheManager:
         At least one token remains to compute, since its logits are needed. A prompt that is cached
         to its end recomputes its last block.
         """
+        return self._find(request, most, ()).blocks
+
+    def find_kept(self, request: Request, most: int = sys.maxsize) -> FoundBlocks:
+        """As get_computed_blocks, of blocks that the cache has or that can be loaded for a waiting
+        request.
+        """
+        kept = () if self.offload is None else self.offload.blocks_for(request)
+        return self._find(request, most, kept)
+
+    def _find(self, request: Request, most: int, kept: Container[bytes]) -> FoundBlocks:
+        """The longest beginning, of at most `most` blocks, of what the cache has or `kept` names
+        (name_in_group).
+        """
         most = min(most, (request.num_tokens - 1) // self.block_size)
         if not (most and self.enable_caching and request.reads_prefix_cache):
-            return self.no_blocks()
-        return self._find_cached(request.extend_block_hashes(self.block_size), most)
-
-    def _find_cached(self, hashes: list[bytes], most: int) -> Blocks:
-        """The longest beginning of these blocks, of at most `most`."""
+            return FoundBlocks(self.no_blocks(), [])
+        hashes, windows = request.extend_block_hashes(self.block_size), self.layout.windows
         num_blocks = most
         before = -1
         while num_blocks != before:
             before = num_blocks
-            for group, window in enumerate(self.layout.windows):
-                num_blocks = self._longest_hit(hashes, num_blocks, group, window)
+            for group, window in enumerate(windows):
+                num_blocks = self._longest_hit(hashes, num_blocks, group, window, kept)
             if not self.layout.has_windows:  # else a shorter beginning needs other blocks
                 break
-        null, found = self.block_pool.null_block, self.block_pool.get_cached_block
+        null, cached = self.block_pool.null_block, self.block_pool.get_cached_block
         blocks: Blocks = []
-        for group, window in enumerate(self.layout.windows):
+        missing: list[tuple[int, int]] = []
+        for group, window in enumerate(windows):
             first = self.layout.first_seen(window, num_blocks * self.block_size)
-            row = [found(key_of(digest, group)) for digest in hashes[first:num_blocks]]
-            blocks.append([null] * first + [block for block in row if block is not None])
-        return blocks
-
-    def count_offloaded(self, request: Request, blocks: Blocks) -> int:
-        """How many blocks after these, which the cache has, can be loaded for a waiting request."""
-        if self.offload is None or not request.reads_prefix_cache:
-            return 0
-        end = (request.num_tokens - 1) // self.block_size
-        return self.offload.count(request, request.block_hashes[len(blocks[0]) : end])
+            row = [cached(key_of(digest, group)) for digest in hashes[first:num_blocks]]
+            missing += [(i, group) for i, block in enumerate(row, start=first) if block is None]
+            blocks.append([null] * first + [block or null for block in row])
+        return FoundBlocks(blocks, sorted(missing))
 
     def count_to_state(self, request: Request, num_blocks: int) -> int:
         """How many of the first `num_blocks` blocks of a waiting request there are up to the last
@@ -167,29 +179,39 @@ class KVCacheManager:
             return 0
         return self.offload.count_to_state(request, request.block_hashes[:num_blocks])
 
-    def load(self, request: Request, first: int, count: int) -> bool:
-        """Loads `count` blocks of a request that has begun, from its block `first` on. Returns
-        False if not all of them could be loaded; the request has not begun then.
+    def load(self, request: Request, missing: Sequence[tuple[int, int]]) -> bool:
+        """Loads blocks (index, group) of a request that has begun. Returns False if not all of them
+        could be loaded; the request has not begun then.
         """
         assert self.offload is not None
-        blocks = self._tables[request.request_id][0][first : first + count]
-        if self.offload.load(blocks, request.block_hashes[first : first + count]):
+        tables, hashes = self._tables[request.request_id], request.block_hashes
+        blocks = [tables[group][index] for index, group in missing]
+        names = [name_in_group(hashes[index], group) for index, group in missing]
+        if self.offload.load(blocks, names):
             return True
         self.free(request)
         return False
 
-    def _longest_hit(self, hashes: list[bytes], most: int, group: int, window: int) -> int:
-        """The most blocks, up to `most`, of which a group's cache has those that the next token
-        sees.
+    def _longest_hit(
+        self, hashes: list[bytes], most: int, group: int, window: int, kept: Container[bytes]
+    ) -> int:
+        """The most blocks, up to `most`, of which there are those of a group that the next token
+        sees. kept: see _find.
         """
-        has = self.block_pool.get_cached_block
+        cached = self.block_pool.get_cached_block
+
+        def is_missing(index: int) -> bool:
+            digest = hashes[index]
+            if cached(key_of(digest, group)) is not None:
+                return False
+            return name_in_group(digest, group) not in kept
+
         if not window:
-            misses = (i for i in range(most) if has(key_of(hashes[i], group)) is None)
-            return next(misses, most)
+            return next(filter(is_missing, range(most)), most)
         num_blocks = index = most
         while index > self.layout.first_seen(window, num_blocks * self.block_size):
             index -= 1
-            if has(key_of(hashes[index], group)) is None:
+            if is_missing(index):
                 num_blocks = index
         return num_blocks
 
@@ -205,7 +227,8 @@ class KVCacheManager:
         is full.
 
         `blocks` hold the beginning of the computed tokens (get_computed_blocks, get_blocks); these
-        are all computed tokens unless `num_computed_tokens` is given.
+        are all computed tokens unless `num_computed_tokens` is given. Where they have the null
+        block in place of one that the next token sees (find_kept), the table gets another block.
         """
         tables = self.no_blocks()
         blocks = blocks or tables
@@ -214,12 +237,18 @@ class KVCacheManager:
         if num_computed:
             tables = self._begin_tables(blocks, num_computed)
         num_blocks = -(-(num_computed + num_new_tokens) // self.block_size)
+        gaps = self._gaps(tables, num_computed)
         num_missing = [num_blocks - len(table) for table in tables]
-        if self.num_free_after(sum(num_missing), tables) < 0:
+        num_new = sum(num_missing) + len(gaps)
+        if self.num_free_after(num_new, tables) < 0:
             return None
         if num_computed:
             self._hold(request, tables, num_given, num_computed)
-        new = iter(self.block_pool.get_new_blocks(sum(num_missing)))
+        new = iter(self.block_pool.get_new_blocks(num_new))
+        for index, group in gaps:
+            tables[group][index] = next(new)
+        if gaps:
+            self._num_cached[request.request_id] = gaps[0][0]
         for table, count in zip(tables, num_missing):
             table.extend(islice(new, count))
         self._tables[request.request_id] = tables
@@ -237,6 +266,16 @@ class KVCacheManager:
             num_null = min(first, num_given)
             tables.append([null] * num_null + row[num_null:] + [null] * (first - num_given))
         return tables
+
+    def _gaps(self, tables: Blocks, num_computed: int) -> list[tuple[int, int]]:
+        """(index, group) of the null blocks that a later token sees, in order."""
+        gaps: list[tuple[int, int]] = []
+        null = self.block_pool.null_block
+        for group, (window, table) in enumerate(zip(self.layout.windows, tables)):
+            first = self.layout.first_seen(window, num_computed)
+            if null in (seen := table[first:]):
+                gaps += [(i, group) for i, block in enumerate(seen, first) if block is null]
+        return sorted(gaps)
 
     def _hold(self, request: Request, tables: Blocks, num_given: int, num_computed: int) -> None:
         """The request holds the blocks in its tables. `num_given`: the tokens that fit in them."""
@@ -454,11 +493,12 @@ class KVCacheManager:
         for group, table in enumerate(self._tables[request.request_id]):
             for index in range(num_cached, num_full_blocks):
                 if table[index] is not null:
-                    is_new = cache(table[index], key_of(hashes[index], group))
+                    key = key_of(hashes[index], group)
+                    is_new = cache(table[index], key)
                     if is_new and events is not None:
                         events.stored(request, group, index)
                     if is_new and offload is not None:
-                        offload.note_cached(request, hashes[index])
+                        offload.note_cached(request, key)
         self._num_cached[request.request_id] = num_full_blocks
 
     def free(self, request: Request) -> None:
@@ -480,7 +520,9 @@ class KVCacheManager:
         for block in self._kept(self._tables.get(request.request_id, ())):
             self.block_pool.uncache(block)
         if self.offload is not None:
-            self.offload.forget(request.block_hashes)
+            groups = range(len(self.layout.windows))
+            hashes = request.block_hashes
+            self.offload.forget([name_in_group(one, group) for group in groups for one in hashes])
         if self.checkpoints is not None:
             self.checkpoints.discard(request)
         self.free(request)

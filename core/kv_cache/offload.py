@@ -9,14 +9,18 @@ Blocks move between two steps, so that what has come back is known before a step
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Sequence
 
-from ...ipc.block_offload import BlockOffload
+from ...ipc.block_offload import BlockOffload, name_in_group
 from ...ipc.counters import EngineCounters
 from ..request import Request
 from .block_pool import KVCacheBlock
+from .events import HASH_BYTES, KEY_BYTES
 
-NAME_BYTES = 32  # of a content hash; names of parked blocks are longer
+
+def name_of(key: bytes) -> bytes:
+    """The name outside the cache of the block that the pool finds by `key` (key_of)."""
+    return name_in_group(key[:HASH_BYTES], int.from_bytes(key[HASH_BYTES:]))
 
 
 class OffloadedBlocks:
@@ -32,20 +36,21 @@ class OffloadedBlocks:
         self._of_adapters: set[bytes] = set()
         self._is_suspended = False
 
-    def note_cached(self, request: Request, name: bytes) -> None:
+    def note_cached(self, request: Request, key: bytes) -> None:
         """The cache has a new block, computed by this request."""
         if request.adapter is not None:
-            self._of_adapters.add(name)
+            self._of_adapters.add(key)
 
-    def note_forgotten(self, name: bytes) -> None:
+    def note_forgotten(self, key: bytes) -> None:
         """The cache does not have a block any more."""
-        self._of_adapters.discard(name)
+        self._of_adapters.discard(key)
 
     def evict(self, block: KVCacheBlock) -> None:
         """The cache is about to use the block for something else."""
-        name = block.block_hash
-        if name is not None and len(name) == NAME_BYTES and name not in self._of_adapters:
-            self._evicted.append((block.block_id, name))
+        key = block.block_hash
+        is_parked = key is not None and len(key) > KEY_BYTES
+        if key is not None and not is_parked and key not in self._of_adapters:
+            self._evicted.append((block.block_id, name_of(key)))
 
     def evict_state(self, place: int, name: bytes) -> None:
         """The place of a state that requests without adapters can start from is about to be used
@@ -57,11 +62,18 @@ class OffloadedBlocks:
         """Stores what was evicted. Call it before anything is written to the cache."""
         self._is_suspended = False
         if self._evicted:
-            self._counters.num_blocks_offloaded += self._place.store(self._evicted)
+            self._place.store(self._evicted)
             self._evicted = []
         if self._evicted_states:
-            self._counters.num_states_offloaded += self._place.store_states(self._evicted_states)
+            self._place.store_states(self._evicted_states)
             self._evicted_states = []
+        self._count()
+
+    def _count(self) -> None:
+        counters, place = self._counters, self._place
+        counters.num_blocks_offloaded = place.num_stored
+        counters.num_states_offloaded = place.num_states_stored
+        counters.num_blocks_corrupt = place.num_corrupt
 
     def suspend(self) -> None:
         """Nothing comes back until the next flush: a block that is to be filled may have content
@@ -69,10 +81,10 @@ class OffloadedBlocks:
         """
         self._is_suspended = True
 
-    def count(self, request: Request, names: Sequence[bytes]) -> int:
-        """How many blocks of a waiting request, from these names on, can come back."""
-        may_ask = names and request.adapter is None and not self._is_suspended
-        return self._place.count_present(names) if may_ask else 0
+    def blocks_for(self, request: Request) -> Container[bytes]:
+        """The names of the blocks that can come back for a waiting request (name_in_group)."""
+        may_ask = request.adapter is None and not self._is_suspended
+        return self._place.kept_blocks() if may_ask else ()
 
     def count_to_state(self, request: Request, names: Sequence[bytes]) -> int:
         """How many of these names of blocks there are up to the last one at whose end a state is
@@ -87,7 +99,7 @@ class OffloadedBlocks:
         """
         self.flush()  # what the place had may be among the evicted states
         if not self._place.load_state(place, name):
-            self._counters.num_blocks_corrupt = self._place.num_corrupt
+            self._count()
             self.suspend()
             return False
         self._counters.num_states_reloaded += 1
@@ -99,8 +111,8 @@ class OffloadedBlocks:
         """
         self.flush()  # these blocks may be among the evicted ones
         pairs = [(block.block_id, name) for block, name in zip(blocks, names, strict=True)]
-        if self._place.load(pairs) < len(pairs):
-            self._counters.num_blocks_corrupt = self._place.num_corrupt
+        if not self._place.load(pairs):
+            self._count()
             self.suspend()
             return False
         self._counters.num_blocks_reloaded += len(pairs)
@@ -133,12 +145,12 @@ class OffloadedBlocks:
         """See BlockOffload."""
         return self._place.take_changes()
 
-    def forget(self, names: Sequence[bytes]) -> None:
-        """These blocks, and the states at their ends, are not trusted."""
+    def forget(self, names: Collection[bytes]) -> None:
+        """Blocks with these names, and the states at their ends, are not trusted."""
         lost = set(names)
         self._evicted = [pair for pair in self._evicted if pair[1] not in lost]
         self._evicted_states = [pair for pair in self._evicted_states if pair[1] not in lost]
-        self._place.remove(names)
+        self._place.remove(list(names))
 
     def clear(self) -> None:
         """Forgets all blocks and states."""

@@ -5,6 +5,7 @@ Must not know: the queues and their order, slots, the step being made; nothing i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...ipc.models.kv_layout import KVLayout
@@ -23,7 +24,7 @@ class StartPoint(NamedTuple):
     # of each group, the block that holds the rest for another request, and is to be copied
     source: list[KVCacheBlock] | None = None
     is_fork: bool = False  # they belong to a sibling, whatever the prefix cache holds
-    num_loaded: int = 0  # blocks after `blocks` that are to be loaded
+    missing: Sequence[tuple[int, int]] = ()  # of `blocks`, those that are to be loaded: FoundBlocks
     # of a model that keeps states: the state after these tokens, unless the request brings its own
     # or begins with the first token; and how many tokens there are blocks for
     checkpoint: Checkpoint | None = None
@@ -47,10 +48,9 @@ def find_start(manager: KVCacheManager, request: Request) -> StartPoint | None:
             return start
     if checkpoints is not None:
         return _find_checkpoint(manager, checkpoints, request)
-    blocks = manager.get_computed_blocks(request)
-    num_loaded = 0 if manager.offload is None else manager.count_offloaded(request, blocks)
-    num_tokens = (len(blocks[0]) + num_loaded) * manager.block_size
-    return StartPoint(num_tokens, blocks, num_loaded=num_loaded)
+    found = manager.find_kept(request)
+    num_tokens = len(found.blocks[0]) * manager.block_size
+    return StartPoint(num_tokens, found.blocks, missing=found.missing)
 
 
 def _find_swapped(manager: KVCacheManager, request: Request) -> StartPoint:
@@ -68,47 +68,29 @@ def _find_swapped(manager: KVCacheManager, request: Request) -> StartPoint:
 def _find_checkpoint(
     manager: KVCacheManager, checkpoints: StateCheckpoints, request: Request
 ) -> StartPoint:
-    """The deepest checkpoint whose blocks the cache has."""
-    if manager.offload is not None:
-        return _find_kept_checkpoint(manager, checkpoints, request)
-    blocks = manager.get_computed_blocks(request)
-    num_shared = len(blocks[0]) * manager.block_size
-    while num_blocks := len(blocks[0]):
+    """The deepest checkpoint, in its place or to be loaded, whose blocks the cache has or can
+    load.
+    """
+    found = manager.find_kept(request)
+    num_shared = len(found.blocks[0]) * manager.block_size
+    while num_blocks := len(found.blocks[0]):
         checkpoint = checkpoints.find(request.block_hashes[:num_blocks])
-        if checkpoint is None:
-            break
-        most = checkpoint.num_tokens // manager.block_size
+        most = 0 if checkpoint is None else checkpoint.num_tokens // manager.block_size
+        loaded_state, deepest = None, manager.count_to_state(request, num_blocks)
+        if deepest > most:
+            most, checkpoint = deepest, None
+            loaded_state = request.block_hashes[deepest - 1]
         if most == num_blocks:
             return StartPoint(
-                checkpoint.num_tokens, blocks, checkpoint=checkpoint, num_shared=num_shared
+                num_blocks * manager.block_size,
+                found.blocks,
+                missing=found.missing,
+                checkpoint=checkpoint,
+                loaded_state=loaded_state,
+                num_shared=num_shared,
             )
-        blocks = manager.get_computed_blocks(request, most)
+        found = manager.find_kept(request, most)
     return StartPoint(0, manager.no_blocks(), num_shared=num_shared)
-
-
-def _find_kept_checkpoint(
-    manager: KVCacheManager, checkpoints: StateCheckpoints, request: Request
-) -> StartPoint:
-    """The deepest checkpoint, in its place or to be loaded, whose blocks the cache has or can
-    load. All layers have one block table, without a window.
-    """
-    blocks = manager.get_computed_blocks(request)
-    num_cached, block_size = len(blocks[0]), manager.block_size
-    num_found = num_cached + manager.count_offloaded(request, blocks)
-    checkpoint = checkpoints.find(request.block_hashes[:num_found])
-    num_blocks = 0 if checkpoint is None else checkpoint.num_tokens // block_size
-    loaded_state, deepest = None, manager.count_to_state(request, num_found)
-    if deepest > num_blocks:
-        num_blocks, checkpoint = deepest, None
-        loaded_state = request.block_hashes[deepest - 1]
-    return StartPoint(
-        num_blocks * block_size,
-        [row[:num_blocks] for row in blocks],
-        num_loaded=max(0, num_blocks - num_cached),
-        checkpoint=checkpoint,
-        loaded_state=loaded_state,
-        num_shared=num_found * block_size,
-    )
 
 
 def _find_prompt(manager: KVCacheManager, request: Request, family: Family) -> StartPoint | None:

@@ -293,7 +293,7 @@ def admit_waiting(
         block_ids = manager.begin(request, num_tokens, start.blocks, start.num_tokens)
         if block_ids is None:
             return "blocks"
-        if start.num_loaded and not manager.load(request, len(start.blocks[0]), start.num_loaded):
+        if start.missing and not manager.load(request, start.missing):
             continue  # it starts without them
         if start.loaded_state is not None:
             checkpoint = _load_state(state, step, request, start)
@@ -453,7 +453,7 @@ def _note_first_start(state: SchedulerState, request: Request, start: StartPoint
     request.num_cached_tokens = min(start.num_tokens, request.num_prompt_tokens)
     manager = state.kv_cache_manager
     if manager.enable_caching and request.reads_prefix_cache and not start.is_fork:
-        num_loaded = start.num_loaded * manager.block_size
+        num_loaded = len({index for index, _ in start.missing}) * manager.block_size
         num_hit = start.num_tokens - num_loaded
         state.counters.prefix_cache_queries += request.num_tokens
         state.counters.prefix_cache_hits += num_hit

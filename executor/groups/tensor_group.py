@@ -69,6 +69,11 @@ class TensorGroup:
         self._exchange, self._recorded = exchange, recorded
 
     @property
+    def place(self) -> tuple[int, int]:
+        """This rank's number among all ranks, those of the first stage first; and their number."""
+        return self.stages.stage * self.size + self.rank, self.num_ranks
+
+    @property
     def can_record(self) -> bool:
         """Whether a model's step may be one native call."""
         return self.size == 1 or self._recorded is not None

@@ -27,7 +27,7 @@ import mmap
 import os
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple
@@ -133,7 +133,7 @@ class BlockStore:
         self._places: dict[bytes, int] = {}
         self._names: list[bytes] = [FREE] * self.num_places
         self._changes: dict[bytes, None] = {}  # names that came or went since take_changes
-        self._reported: set[bytes] = set()
+        self.reported: set[bytes] = set()  # of these take_changes has said that they are there
         self._num_seen = -1  # changes that the dictionary has
         self._catch_up()
 
@@ -197,11 +197,12 @@ class BlockStore:
         if self._is_unusable or time.monotonic() < self._paused_until:
             return False
         if os.fstat(self._fd).st_size < self._layout.file_bytes:
-            self._give_up("it was cut short")
+            self.give_up("it was cut short")
             return False
         return True
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
+        """Counts as empty from now on, which is logged."""
         logger.error("%s: not used any more: %s", self.path or "offloaded KV blocks", reason)
         self._is_unusable = True
         if self._tracks_changes:
@@ -233,21 +234,12 @@ class BlockStore:
 
     # ------------------------------------------------------------ names
 
-    def count_present(self, names: Sequence[bytes]) -> int:
-        """How many names are there before the first that is not."""
+    def names(self) -> Container[bytes]:
+        """The names that are there, until the next call."""
         if not self._is_usable():
-            return 0
+            return ()
         self._catch_up()
-        places = self._places
-        return next((i for i, name in enumerate(names) if name not in places), len(names))
-
-    def count_to_last(self, names: Sequence[bytes]) -> int:
-        """How many names there are up to the last one that is there; 0: none is."""
-        if not self._is_usable():
-            return 0
-        self._catch_up()
-        places = self._places
-        return next((i for i in range(len(names), 0, -1) if names[i - 1] in places), 0)
+        return self._places
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """The names that have come and gone since the last call, in any process; the first time,
@@ -255,7 +247,7 @@ class BlockStore:
         """
         if self._is_usable():
             self._catch_up()
-        places, reported = self._places, self._reported
+        places, reported = self._places, self.reported
         added = [name for name in self._changes if name in places and name not in reported]
         removed = [name for name in self._changes if name not in places and name in reported]
         self._changes.clear()
@@ -324,7 +316,7 @@ class BlockStore:
                 try:
                     self._write_one(place, name, buffers)
                 except OSError as error:
-                    self._give_up(str(error))
+                    self.give_up(str(error))
                     break
                 num_written += 1
         return num_written

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from ...ipc.config import EngineConfig, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ..weights.packed_cache import weight_files
 from .block_store import BlockStore, StoreError
+from .names import ALL, count_to_state, is_block, piece_name
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1  # changes when kernels write other bits for the same tokens
-STATE_MARK = b"state"
 
 
 def identity_of(
@@ -53,9 +53,8 @@ def identity_of(
 class KVOffload:
     """Implements BlockOffload (ipc/block_offload.py) for the caches of one rank.
 
-    A state is as large as many blocks, or smaller than one. So it is kept in pieces of the size of
-    a block, the last of which is filled up, in the same places, under names of their own. A model
-    whose blocks have no bytes has states alone: its blocks are always there.
+    A state is kept in pieces (names.py), the last of which is filled up. Where blocks have no bytes
+    there are states alone, and blocks are always there; where layers keep no states, states are.
     """
 
     def __init__(
@@ -68,7 +67,10 @@ class KVOffload:
         `states`: the places of states [places, bytes of a place] u8, of a model that keeps any.
         Both are asked for at every move, because a cache that has slept is another one.
         """
+        self.num_stored = self.num_states_stored = 0
         self._store = store
+        self._gone: set[bytes] = set()  # names of an earlier store that take_names has told
+        self._num_corrupt = 0  # in earlier stores
         self._caches, self._states = caches, states
         self._padding = bytearray(store.block_bytes)  # of the last piece of a state
 
@@ -78,11 +80,16 @@ class KVOffload:
 
     @property
     def num_corrupt(self) -> int:
-        return self._store.num_corrupt
+        return self._num_corrupt + self._store.num_corrupt
 
     @property
     def block_bytes(self) -> int:
         return self._store.block_bytes
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether blocks have bytes."""
+        return bool(self._caches())
 
     @property
     def blocks_per_state(self) -> int:
@@ -91,62 +98,59 @@ class KVOffload:
             return 0
         return -(-self._states().shape[1] // self._store.block_bytes)
 
-    def count_present(self, names: Sequence[bytes]) -> int:
-        """How many names are kept before the first that is not."""
-        return self._store.count_present(names) if self._caches() else len(names)
-
-    def store(self, blocks: Sequence[tuple[int, bytes]]) -> int:
-        """Keeps blocks of the cache by these names; the first one leaves first. Returns how many
-        are new.
+    def kept_blocks(self) -> Container[bytes]:
+        """The names of the blocks that are kept, until the next call. Those of states are among
+        them; no block has such a name.
         """
+        return self._store.names() if self.has_blocks else ALL
+
+    def store(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Keeps blocks of the cache by these names; the first one leaves first."""
         views = [] if self._store.is_closed else self._views()
-        if not views:
-            return 0
-        return self._store.write([(name, _rows(views, block)) for block, name in blocks])
+        if views:
+            pairs = [(name, _rows(views, block)) for block, name in blocks]
+            self.num_stored += self._store.write(pairs)
 
-    def load(self, blocks: Sequence[tuple[int, bytes]]) -> int:
-        """Fills the first blocks of the cache, up to the first that is not there or is damaged;
-        returns their number.
-        """
+    def load(self, blocks: Sequence[tuple[int, bytes]]) -> bool:
+        """Fills blocks of the cache. Returns False if one is not there or is damaged."""
         views = self._views()
         if not views:
-            return len(blocks)
-        return self._store.read([(name, _rows(views, block)) for block, name in blocks])
+            return True
+        pairs = [(name, _rows(views, block)) for block, name in blocks]
+        return self._store.read(pairs) == len(pairs)
 
     def count_to_state(self, names: Sequence[bytes]) -> int:
-        """How many names there are up to the last one under which a state is kept; 0: none is.
-        Pieces leave in their order: where the first one is there, the others almost always are.
-        """
-        if self._states is None:
-            return 0
-        count, num_pieces = len(names), self.blocks_per_state
-        while count := self._store.count_to_last([piece_name(name, 0) for name in names[:count]]):
-            pieces = [piece_name(names[count - 1], i) for i in range(num_pieces)]
-            if self._store.count_present(pieces) == num_pieces:
-                break
-            count -= 1
-        return count
+        """How many names there are up to the last one under which a state is kept; 0: none is."""
+        num_pieces = self.blocks_per_state
+        return count_to_state(self._store.names(), names, num_pieces) if num_pieces else 0
 
-    def store_states(self, states: Sequence[tuple[int, bytes]]) -> int:
-        """Keeps states by these names; the first one leaves first. Returns how many are new. One
-        that is larger than the store is not kept.
+    def store_states(self, states: Sequence[tuple[int, bytes]]) -> None:
+        """Keeps states by these names; the first one leaves first. One that is larger than the
+        store is not kept.
         """
-        if self._store.is_closed or self.blocks_per_state > self._store.num_places:
-            return 0
-        num_new = 0
+        most = self._store.num_places
+        if self._states is None or self._store.is_closed or self.blocks_per_state > most:
+            return
         for place, name in states:
-            num_new += self._store.write(self._pieces(place, name)) > 0
-        return num_new
+            self.num_states_stored += self._store.write(self._pieces(place, name)) > 0
 
     def load_state(self, place: int, name: bytes) -> bool:
         """Fills a place. Returns False if a piece is not there or is damaged."""
+        if self._states is None:
+            return True
         pieces = self._pieces(place, name)
         return self._store.read(pieces) == len(pieces)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """The names of blocks that have come and gone since the last call; the first time, all."""
-        added, removed = self._store.take_changes()
+        added, removed = self.take_names()
         return [one for one in added if is_block(one)], [one for one in removed if is_block(one)]
+
+    def take_names(self) -> tuple[list[bytes], list[bytes]]:
+        """As take_changes, with the names of pieces of states."""
+        added, removed = self._store.take_changes()
+        gone, self._gone = self._gone - set(added), set()
+        return added, [*removed, *gone]
 
     def remove(self, names: Sequence[bytes]) -> None:
         """Forgets these blocks and states, if they are there."""
@@ -160,8 +164,14 @@ class KVOffload:
 
     def use_store(self, store: BlockStore) -> None:
         """Takes another store, because the weights have changed."""
+        self._gone |= self._store.reported
+        self._num_corrupt += self._store.num_corrupt
         self._store.close()
         self._store = store
+
+    def give_up(self, reason: str) -> None:
+        """The store is not used any more, which is logged."""
+        self._store.give_up(reason)
 
     def close(self) -> None:
         """May be called twice."""
@@ -189,31 +199,27 @@ class KVOffload:
         return pieces
 
 
-def piece_name(name: bytes, index: int) -> bytes:
-    """The name of a piece of the state after the block `name`. It has 24 bytes of the block's."""
-    return STATE_MARK + index.to_bytes(3) + name[len(STATE_MARK) + 3 :]
-
-
-def is_block(name: bytes) -> bool:
-    """Whether it names a block: no hash begins with the mark."""
-    return not name.startswith(STATE_MARK)
-
-
 def _rows(views: Sequence[tuple[memoryview, int]], block: int) -> list[memoryview]:
     return [flat[block * size : (block + 1) * size] for flat, size in views]
 
 
 def open_store(
-    config: EngineConfig, block_bytes: int, identity: bytes, free_bytes: int
+    config: EngineConfig,
+    block_bytes: int,
+    identity: bytes,
+    free_bytes: int,
+    rank: tuple[int, int] = (0, 1),
 ) -> BlockStore:
-    """The store that a configuration asks for; `free_bytes`: of host memory.
+    """The store that a configuration asks for. `free_bytes`: of host memory, for this rank; rank:
+    its number, and how many there are, which divide kv_offloading_size.
 
     Raises InvalidParameterError for a file that cannot be used, NotEnoughMemoryError.
     """
-    cache = config.cache_config
-    num_bytes, path = int(resolved(cache.kv_offloading_size) * 2**30), None
+    cache, (number, num_ranks) = config.cache_config, rank
+    num_bytes, path = int(resolved(cache.kv_offloading_size) * 2**30) // num_ranks, None
     if cache.kv_offloading_path is not None:
-        path = Path(cache.kv_offloading_path) / f"{identity.hex()[:32]}.kv"
+        part = f"-{number + 1}of{num_ranks}" if num_ranks > 1 else ""
+        path = Path(cache.kv_offloading_path) / f"{identity.hex()[:32]}{part}.kv"
     elif num_bytes > free_bytes:
         raise NotEnoughMemoryError(
             "kv_offloading_size",
@@ -222,7 +228,11 @@ def open_store(
         )
     try:
         store = BlockStore(
-            path, num_bytes, block_bytes, identity, tracks_changes=cache.publishes_kv_events
+            path,
+            num_bytes,
+            block_bytes,
+            identity,
+            tracks_changes=cache.publishes_kv_events or num_ranks > 1,
         )
     except StoreError as error:
         name = "kv_offloading_size" if path is None else "kv_offloading_path"

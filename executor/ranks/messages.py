@@ -89,6 +89,15 @@ class Call(Message, tag="call", frozen=True):
     args: list[Any] = []
 
 
+class MoveBlocks(Message, tag="move", frozen=True):
+    """Calls a method of the rank's KVOffload (executor/offload/kv_offload.py) that stores, loads or
+    forgets blocks or states. A Kept answers it.
+    """
+
+    method: str
+    args: list[Any] = []
+
+
 class CheckGrammar(Message, tag="grammar", frozen=True):
     number: int
     params: StructuredOutputsParams
@@ -100,18 +109,42 @@ class Leave(Message, tag="leave", frozen=True):
     """Tells a rank to end; it is the last message."""
 
 
-Command = Configure | Step | Call | CheckGrammar | Leave
+Command = Configure | Step | Call | MoveBlocks | CheckGrammar | Leave
 
 # ---------------------------------------------------------------- from a rank
 
 
+class Kept(Message, tag="kept", frozen=True):
+    """What a rank keeps outside the cache: the names that have come and gone since its last Kept;
+    the first time, all names.
+    """
+
+    added: list[bytes] = []
+    removed: list[bytes] = []
+    num_corrupt: int = 0  # since the start
+    is_loaded: bool = True  # what was to be loaded
+
+
+class OffloadOpened(Message, tag="opened", frozen=True):
+    """A rank's share of what is kept outside the cache, or why there is none."""
+
+    num_blocks: int = 0  # it has room for
+    block_bytes: int = 0
+    blocks_per_state: int = 0  # 0: its layers keep no states
+    has_blocks: bool = False  # its layers have a part of the KV cache
+    kept: Kept = Kept()
+    failure: Failed | None = None
+
+
 class StepDone(Message, tag="done", frozen=True):
     """`output` is that of the last stage's first rank; the others of this stage send what their
-    output must have in common with it.
+    output must have in common with it. `kept`: what engines that share the rank's file have
+    changed; None: nothing.
     """
 
     digest: int = 0
     output: ModelRunnerOutput | None = None
+    kept: Kept | None = None
 
 
 class Result(Message, tag="result", frozen=True):
@@ -141,4 +174,4 @@ class GrammarChecked(Message, tag="checked", frozen=True):
     failure: Failed | None = None
 
 
-Reply = StepDone | Result | Trace | Loading | GrammarChecked | Failed
+Reply = StepDone | Result | OffloadOpened | Kept | Trace | Loading | GrammarChecked | Failed

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ...ipc.block_offload import BlockOffload
 from ...ipc.codec import MessageDecoder, MessageEncoder
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidParameterError
@@ -37,8 +36,11 @@ from .messages import (
     Command,
     Configure,
     GrammarChecked,
+    Kept,
     Leave,
     Loading,
+    MoveBlocks,
+    OffloadOpened,
     RankLostError,
     Reply,
     Result,
@@ -47,6 +49,7 @@ from .messages import (
     StepDone,
     Trace,
 )
+from .offload import RanksOffload
 from .ring import join_frames, split_frames
 
 # A call that fails on one rank fails on the others too, or they wait for that rank.
@@ -108,7 +111,9 @@ class MultiprocExecutor:
         device = config.device_config
         self._has_stages = device.pipeline_parallel_size > 1
         self._first_sampling = size - device.tensor_parallel_size  # in the last stage
-        self._running: deque[PendingRanks] = deque()  # steps, the oldest first
+        # steps and moves of blocks, the oldest first
+        self._running: deque[PendingRanks] = deque()
+        self._offload: RanksOffload | None = None
         self._sampled: list[Sampled] = []  # what was not sent to the ranks yet
         self._encoder = MessageEncoder(MAX_MESSAGE_BYTES)
         self._decoders = [MessageDecoder(Reply, MAX_MESSAGE_BYTES) for _ in range(size)]
@@ -169,9 +174,16 @@ class MultiprocExecutor:
         """There is none: with several ranks, preempted requests are computed again."""
         return 0, PreemptionCosts()
 
-    def initialize_offload(self) -> BlockOffload | None:
-        """There is none; check_ranks refuses kv_offloading_size."""
-        return None
+    def initialize_offload(self) -> RanksOffload | None:
+        """See Executor."""
+        if self.config.cache_config.kv_offloading_size:
+            opened: list[OffloadOpened] = self._ask(Call("initialize_offload"))
+            tracks_changes = self.config.cache_config.publishes_kv_events
+            for one in opened:
+                if one.failure is not None:
+                    raise unpack_exception(one.failure, RuntimeError)
+            self._offload = RanksOffload(self, opened, tracks_changes=tracks_changes)
+        return self._offload
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
         """See Executor."""
@@ -193,20 +205,40 @@ class MultiprocExecutor:
         """See Executor. Each stage begins a step as soon as it has finished the previous one."""
         self._send(Step(scheduler_output, self._sampled))
         self._sampled = []
-        pending = PendingRanks(self._finish_oldest)
+        pending = PendingRanks(self._finish_oldest, self._take_output)
         self._running.append(pending)
         return pending
 
     def _finish_oldest(self) -> None:
-        """Waits for the oldest step that runs."""
+        """Waits for the oldest step, or move of blocks, that runs."""
         pending = self._running.popleft()
         try:
-            pending.output.set_result(self._take_output())
+            pending.output.set_result(pending.take())
         except Exception as error:
             pending.output.set_exception(error)
 
+    def ask(self, command: MoveBlocks) -> list[Kept]:
+        """See RankCalls."""
+        return self._ask(command)
+
+    def submit(self, command: MoveBlocks, on_reply: Callable[[list[Kept]], None]) -> None:
+        """See RankCalls. Does nothing where no step can run any more."""
+        if self._failure is not None:
+            return
+
+        def take() -> None:
+            try:
+                on_reply(self._collect())
+            except Exception as error:
+                self._fail(str(error))  # nobody else looks at it
+
+        self._send(command)
+        self._running.append(PendingRanks(self._finish_oldest, take))
+
     def _take_output(self) -> ModelRunnerOutput:
         replies: list[StepDone] = self._collect(grace_s=0.0)
+        if self._offload is not None:
+            self._offload.note([one.kept for one in replies])
         done = replies[self._first_sampling :]
         digests = [one.digest for one in done]
         if len(set(digests)) > 1:
@@ -307,7 +339,7 @@ class MultiprocExecutor:
         replies: list[Result] = self._ask(Call(method, list(args)))
         return [reply.value for reply in replies]
 
-    def _ask(self, call: Call) -> list[Any]:
+    def _ask(self, call: Call | MoveBlocks) -> list[Any]:
         """Sends a call once the steps that run have ended, and returns the replies."""
         while self._running:
             self._finish_oldest()
@@ -402,11 +434,12 @@ class MultiprocExecutor:
 
 
 class PendingRanks:
-    """A step that all ranks run."""
+    """A step that all ranks run, or blocks that they move."""
 
-    def __init__(self, finish_oldest: Callable[[], None]):
-        self._finish_oldest = finish_oldest
-        self.output: Future[ModelRunnerOutput] = Future()
+    def __init__(self, finish_oldest: Callable[[], None], take: Callable[[], Any]):
+        """take: waits for the replies, and returns the result."""
+        self._finish_oldest, self.take = finish_oldest, take
+        self.output: Future[Any] = Future()
 
     def result(self) -> ModelRunnerOutput:
         """Waits for this step and those before it."""

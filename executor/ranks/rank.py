@@ -24,6 +24,7 @@ import msgspec
 from ...ipc import platform_tuning
 from ...ipc.codec import MessageDecoder, MessageEncoder
 from ...ipc.config import EngineConfig
+from ...ipc.errors import InvalidParameterError
 from ...ipc.failures import pack_exception
 from ...ipc.log_format import FORMATS, configure_logging
 from ...ipc.machine import available_cores
@@ -36,8 +37,11 @@ from .messages import (
     Command,
     Configure,
     GrammarChecked,
+    Kept,
     Leave,
     Loading,
+    MoveBlocks,
+    OffloadOpened,
     RankEnds,
     Reply,
     Result,
@@ -103,6 +107,10 @@ class SharedLinks:
         return local_group(self._ends, config.service_config.step_timeout_s, device)
 
 
+# the methods of KVOffload that a MoveBlocks may name
+OFFLOAD_METHODS = frozenset({"store", "store_states", "load", "load_state", "remove", "clear"})
+
+
 class Rank:
     """Serves one engine until a Leave arrives."""
 
@@ -134,6 +142,8 @@ class Rank:
             self._reply(run_step(self._worker, command))
         elif isinstance(command, Call):
             self._reply(self._call(command))
+        elif isinstance(command, MoveBlocks):
+            self._reply(move_blocks(self._worker, command))
         elif isinstance(command, CheckGrammar):
             number = command.number
             params, is_known, owner = command.params, command.is_known, command.owner
@@ -168,6 +178,8 @@ class Rank:
             platform_tuning.end_start()
             rooms = worker.max_num_seqs, worker.num_state_checkpoints
             return Result([num_bytes, worker.burst_weights_bytes, *rooms])
+        if call.method == "initialize_offload":
+            return open_offload(worker)
         if call.method not in self.CALLS:
             raise ValueError(f"a rank has no method {call.method!r}")
         return Result(getattr(worker, call.method)(*call.args))
@@ -187,9 +199,48 @@ def run_step(worker: Worker, step: Step) -> StepDone:
         for one in step.sampled:
             worker.append_sampled(one.num_sampled, one.token_ids)
         worker.execute_model(step.output)
-        return StepDone()
+        return StepDone(kept=_changed(worker))
     output = worker.execute_model(step.output)
-    return StepDone(digest_of(output), output if group.rank == 0 else None)
+    return StepDone(digest_of(output), output if group.rank == 0 else None, _changed(worker))
+
+
+def open_offload(worker: Worker) -> OffloadOpened:
+    """Opens what a rank keeps outside the cache. A failure is an answer, since the other ranks may
+    have none.
+    """
+    try:
+        offload = worker.initialize_offload()
+    except InvalidParameterError as error:
+        return OffloadOpened(failure=pack_exception(error))
+    if offload is None:
+        return OffloadOpened()
+    sizes = offload.num_blocks, offload.block_bytes, offload.blocks_per_state
+    return OffloadOpened(*sizes, offload.has_blocks, Kept(*offload.take_names()))
+
+
+def move_blocks(worker: Worker, command: MoveBlocks) -> Kept:
+    """Moves blocks or states of a rank. Where files or memory fail, nothing is kept any more, which
+    costs the engine computations, and the other ranks nothing.
+    """
+    offload, method = worker.offload, command.method
+    if method not in OFFLOAD_METHODS:
+        raise ValueError(f"a rank moves no blocks by {method!r}")
+    if offload is None:  # this rank's layers keep nothing
+        return Kept()
+    is_loaded = False
+    try:
+        is_loaded = getattr(offload, method)(*command.args) is not False
+    except OSError as error:
+        offload.give_up(str(error))
+    return Kept(*offload.take_names(), offload.num_corrupt, is_loaded)
+
+
+def _changed(worker: Worker) -> Kept | None:
+    """What other engines have changed of what this rank keeps."""
+    if worker.offload is None:
+        return None
+    added, removed = worker.offload.take_names()
+    return Kept(added, removed, worker.offload.num_corrupt) if added or removed else None
 
 
 def digest_of(output: ModelRunnerOutput) -> int:

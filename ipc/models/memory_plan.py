@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ..config import CacheConfig, EngineConfig, resolved
 from ..errors import NotEnoughMemoryError
 from .kv_layout import make_layout
+from .ranks import num_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +80,9 @@ def affordable_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -
     if device_config.device == "cuda":  # engines have GPUs of their own
         share = 1.0
     elif cache_config.kv_offloading_size and cache_config.kv_offloading_path is None:
-        free_bytes -= (
-            int(cache_config.kv_offloading_size * 2**30) * device_config.data_parallel_size
-        )
+        # all ranks of an engine share it, as they share the memory
+        of_rank = int(cache_config.kv_offloading_size * 2**30) // num_ranks(config)
+        free_bytes -= of_rank * device_config.data_parallel_size
     return max(0, int(free_bytes * share)) // block_bytes
 
 

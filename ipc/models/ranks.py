@@ -142,7 +142,6 @@ def check_ranks(config: EngineConfig) -> None:
         (config.scheduler_config.speculative_config is not None, "speculative_config"),
         (config.scheduler_config.preemption_mode == "swap", "preemption_mode=swap"),
         (config.load_config.packed_weights_cache is not None, "packed_weights_cache"),
-        (bool(config.cache_config.kv_offloading_size), "kv_offloading_size"),
         (config.model_config.runner == "pooling", "runner=pooling"),
     ):
         if is_asked:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from quire.executor.ranks.local_ranks import fds_of, make_ends
-from quire.executor.ranks.messages import Sampled, Step
+from quire.executor.ranks.messages import Kept, MoveBlocks, Sampled, Step
 from quire.executor.ranks.multiproc_executor import PendingRanks
-from quire.executor.ranks.rank import run_step
+from quire.executor.ranks.offload import RanksOffload
+from quire.executor.ranks.rank import move_blocks, open_offload, run_step
 from quire.executor.ranks.shared_links import shared_group
 from quire.executor.worker import Worker
 from quire.ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
@@ -33,6 +35,8 @@ class RankThreads:
         self._size = size  # of a stage
         self._threads = [ThreadPoolExecutor(1) for _ in all_ends]
         self._sampled: list[Sampled] = []
+        self._running: deque[PendingRanks] = deque()
+        self.offload: RanksOffload | None = None
         self.ranks = [Worker(self.config, shared_group(ends)) for ends in all_ends]
         for rank in self.ranks:  # in turn: random weights come from the process's generator
             rank.load_model(lambda stage, fraction: None)
@@ -46,8 +50,11 @@ class RankThreads:
         """It is loaded."""
 
     def on_each(self, call: Callable[[Worker], Any]) -> list[Any]:
+        return [future.result() for future in self._begin(call)]
+
+    def _begin(self, call: Callable[[Worker], Any]) -> list[Future[Any]]:
         pairs = zip(self._threads, self.ranks, strict=True)
-        return [future.result() for future in [thread.submit(call, rank) for thread, rank in pairs]]
+        return [thread.submit(call, rank) for thread, rank in pairs]
 
     def determine_num_blocks(self) -> int:
         return min(rank.determine_num_blocks() for rank in self.ranks)
@@ -63,8 +70,21 @@ class RankThreads:
     def execute_dummy_batch(self) -> None:
         self.on_each(lambda rank: rank.execute_dummy_batch())
 
-    def initialize_offload(self) -> None:
-        return None
+    def initialize_offload(self) -> RanksOffload | None:
+        if self.config.cache_config.kv_offloading_size:
+            opened = self.on_each(open_offload)
+            assert not any(one.failure for one in opened)
+            self.offload = RanksOffload(self, opened, tracks_changes=False)
+        return self.offload
+
+    def ask(self, command: MoveBlocks) -> list[Kept]:
+        while self._running:
+            self._finish_oldest()
+        return self.on_each(lambda rank: move_blocks(rank, command))
+
+    def submit(self, command: MoveBlocks, on_reply: Callable[[list[Kept]], None]) -> None:
+        replies = self._begin(lambda rank: move_blocks(rank, command))
+        self._add(lambda: on_reply([reply.result() for reply in replies]))
 
     def check_grammar(
         self, params: Any, *, is_known: bool = False, owner: str = ""
@@ -83,22 +103,29 @@ class RankThreads:
     def submit_model(self, output: SchedulerOutput) -> PendingRanks:
         """Begins a step. Results are asked for in the order of the steps."""
         step, self._sampled = Step(output, self._sampled), []
-        replies = [
-            thread.submit(run_step, rank, step)
-            for thread, rank in zip(self._threads, self.ranks, strict=True)
-        ]
+        replies = self._begin(lambda rank: run_step(rank, step))
 
-        def finish() -> None:
-            done = [reply.result() for reply in replies][-self._size :]
+        def take() -> ModelRunnerOutput:
+            of_all = [reply.result() for reply in replies]
+            done = of_all[-self._size :]
             assert len({one.digest for one in done}) == 1
+            if self.offload is not None:
+                self.offload.note([one.kept for one in of_all])
             result = done[0].output
             assert result is not None
             if len(self.ranks) > self._size:
                 self._sampled.append(Sampled(result.num_sampled, result.token_ids))
-            pending.output.set_result(result)
+            return result
 
-        pending = PendingRanks(finish)
-        return pending
+        return self._add(take)
+
+    def _add(self, take: Callable[[], Any]) -> PendingRanks:
+        self._running.append(PendingRanks(self._finish_oldest, take))
+        return self._running[-1]
+
+    def _finish_oldest(self) -> None:
+        pending = self._running.popleft()
+        pending.output.set_result(pending.take())
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         return self.submit_model(step).result()

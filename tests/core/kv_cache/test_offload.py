@@ -129,6 +129,8 @@ SETTINGS = st.fixed_dictionaries(
         "burst_weights_bytes": st.sampled_from([0, 2 * 10**7]),
         "enable_chunked_prefill": st.just(True),
         "kv_offloading_size": st.sampled_from([1 * MIB, 20 * MIB, 1000 * MIB]),
+        "windows": st.sampled_from([(0,), (0,), (40,), (0, 40), (0, 0, 1, 17, 17, 100)]),
+        "pipeline_parallel_size": st.sampled_from([1, 1, 3]),
     }
 )
 
@@ -141,7 +143,7 @@ SETTINGS = st.fixed_dictionaries(
     loss=st.sampled_from([0.0, 0.0, 0.1]),
 )
 def test_no_output_changes(seed, num_jobs, arguments, loss):
-    core, jobs = make_tight_core(windows=(0,), **arguments), random_jobs(seed, num_jobs)
+    core, jobs = make_tight_core(**arguments), random_jobs(seed, num_jobs)
     core.executor.offload.loss = loss
     for _ in range(2):
         assert_as_expected(core, jobs, drive(core, jobs))

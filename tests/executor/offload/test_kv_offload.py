@@ -3,7 +3,8 @@
 import pytest
 import torch
 from quire.executor.offload.block_store import BlockStore
-from quire.executor.offload.kv_offload import KVOffload, identity_of, piece_name
+from quire.executor.offload.kv_offload import KVOffload, identity_of
+from quire.executor.offload.names import piece_name
 from quire.tests.fakes import make_config
 
 
@@ -19,15 +20,18 @@ def test_blocks_move_between_caches_of_all_types():
         offload = KVOffload(BlockStore(None, 2**20, block_bytes, bytes(32)), lambda: caches)
         before = [cache.clone() for cache in caches]
         a, b = b"a" * 32, b"b" * 32
-        assert offload.store([(1, a), (3, b)]) == 2 and offload.count_present([b, a]) == 2
+        offload.store([(1, a), (3, b)])
+        assert offload.num_stored == 2 and a in offload.kept_blocks() and b in offload.kept_blocks()
         for cache in caches:
             cache.zero_()
-        assert offload.load([(4, a), (2, b), (1, b"c" * 32)]) == 2
+        assert not offload.load([(4, a), (2, b), (1, b"c" * 32)])
         for cache, old in zip(caches, before):
             assert torch.equal(cache[4], old[1]) and torch.equal(cache[2], old[3])
             assert not cache[[0, 1, 3]].any()
+        assert offload.load([(4, a)])
         offload.close()
-        assert offload.store([(1, a)]) == 0 and offload.count_present([a]) == 0
+        offload.store([(1, a)])
+        assert offload.num_stored == 2 and a not in offload.kept_blocks()
 
 
 @pytest.mark.parametrize("place_bytes", [100, 5000, 768])
@@ -39,10 +43,13 @@ def test_a_state_is_kept_in_pieces_of_the_size_of_a_block(place_bytes: int) -> N
     offload, before = KVOffload(store, lambda: caches, lambda: states), states.clone()
     assert offload.blocks_per_state == -(-place_bytes // block_bytes)
     a, b, c = (bytes([i]) * 32 for i in range(1, 4))
-    assert offload.store_states([(1, b), (3, c)]) == 2 and offload.store([(0, a)]) == 1
-    assert offload.store_states([(3, c)]) == 0  # it is there
+    offload.store_states([(1, b), (3, c)])
+    offload.store([(0, a)])
+    assert offload.num_states_stored == 2 and offload.num_stored == 1
+    offload.store_states([(3, c)])
+    assert offload.num_states_stored == 2  # it is there
     assert offload.count_to_state([a, b, c]) == 3 and offload.count_to_state([c, b, a]) == 2
-    assert offload.count_present([b]) == 0 and offload.count_to_state([a]) == 0
+    assert b not in offload.kept_blocks() and offload.count_to_state([a]) == 0
     assert offload.take_changes() == ([a], [])  # the names of blocks alone
     assert offload.load_state(0, c) and torch.equal(states[0], before[3])
     assert torch.equal(states[1:], before[1:]) and not offload.load_state(0, a)
@@ -51,7 +58,8 @@ def test_a_state_is_kept_in_pieces_of_the_size_of_a_block(place_bytes: int) -> N
     offload.clear()
     assert offload.count_to_state([a, b, c]) == 0
     offload.close()
-    assert offload.store_states([(0, a)]) == 0
+    offload.store_states([(0, a)])
+    assert offload.num_states_stored == 2
 
 
 def test_a_state_that_has_lost_a_piece_is_not_there() -> None:
@@ -65,16 +73,19 @@ def test_a_state_that_has_lost_a_piece_is_not_there() -> None:
     small = BlockStore(None, 2**15, block_bytes, bytes(32))
     offload.use_store(small)
     assert small.num_places < offload.blocks_per_state
-    assert offload.store_states([(0, name)]) == 0 == len(small)  # it is larger than the store
+    offload.store_states([(0, name)])
+    assert offload.num_states_stored == 1 and not len(small)  # it is larger than the store
 
 
 def test_a_model_without_attention_has_all_its_blocks() -> None:
     states = torch.arange(100, dtype=torch.uint8).view(2, 50)
     offload = KVOffload(BlockStore(None, 2**16, 50, bytes(32)), list, lambda: states)
     names = [bytes([i]) * 32 for i in range(3)]
-    assert offload.store([(0, names[0])]) == 0 and offload.count_present(names) == 3
-    assert offload.store_states([(1, names[1])]) == 1 and offload.count_to_state(names) == 2
-    assert offload.load([(0, names[0])]) == 1 and offload.load_state(0, names[1])
+    offload.store([(0, names[0])])
+    offload.store_states([(1, names[1])])
+    assert not offload.num_stored and all(name in offload.kept_blocks() for name in names)
+    assert offload.num_states_stored == 1 and offload.count_to_state(names) == 2
+    assert offload.load([(0, names[0])]) and offload.load_state(0, names[1])
     assert torch.equal(states[0], states[1])
 
 

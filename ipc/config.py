@@ -196,7 +196,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     kv_offloading_size: Annotated[
         NonNegativeFloat | None,
         "Host memory, or a file with kv_offloading_path, for cached blocks that the KV cache has "
-        "no room for, in GiB (CPU only). Default: none.",
+        "no room for, in GiB, of all ranks (CPU only). Default: none.",
     ] = None
     kv_offloading_path: Annotated[
         str | None,

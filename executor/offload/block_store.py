@@ -124,8 +124,10 @@ class BlockStore:
         self._layout = plan_layout(block_bytes, num_bytes)
         self._fd = _open(path)
         try:
-            with self._locked(60.0):
-                self._prepare(HEADER.pack(MAGIC, identity, *self._layout))
+            has_lock = self._lock(60.0)
+            self._prepare(HEADER.pack(MAGIC, identity, *self._layout))
+            if has_lock:
+                self._unlock()
         except BaseException:
             os.close(self._fd)
             raise
@@ -196,12 +198,16 @@ class BlockStore:
         """A file that another program has cut short may not be touched where it is mapped."""
         if self._is_unusable or time.monotonic() < self._paused_until:
             return False
-        if os.fstat(self._fd).st_size < self._layout.file_bytes:
-            self.give_up("it was cut short")
-            return False
-        return True
+        problem = "it was cut short"
+        try:
+            if os.fstat(self._fd).st_size >= self._layout.file_bytes:
+                return True
+        except OSError as error:
+            problem = str(error)
+        self._give_up(problem)
+        return False
 
-    def give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
         """Counts as empty from now on, which is logged."""
         logger.error("%s: not used any more: %s", self.path or "offloaded KV blocks", reason)
         self._is_unusable = True
@@ -209,10 +215,9 @@ class BlockStore:
             self._changes.update(dict.fromkeys(self._places))
         self._places.clear()
 
-    @contextlib.contextmanager
-    def _locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[bool]:
-        """Holds the lock if it can be taken in time, and says whether. A process that was stopped
-        may keep it.
+    def _lock(self, timeout_s: float) -> bool:
+        """Takes the lock if it can be taken in time, and says whether. A process that was stopped
+        may keep it. Raises OSError.
         """
         end = time.monotonic() + timeout_s
         while self.path is not None:
@@ -223,14 +228,32 @@ class BlockStore:
                 if time.monotonic() >= end:
                     self._paused_until = time.monotonic() + PAUSE_S
                     logger.warning("%s: another process keeps it locked", self.path)
-                    yield False
-                    return
+                    return False
                 time.sleep(0.001)
+        return True
+
+    def _unlock(self) -> None:
+        if self.path is not None:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Holds the lock, with the names that are there now, and says whether the store can be
+        used.
+        """
+        has_lock = False
         try:
-            yield True
+            has_lock = self._is_usable() and self._lock(LOCK_TIMEOUT_S)
+        except OSError as error:
+            self._give_up(f"it cannot be locked ({error})")
+        try:
+            is_usable = has_lock and self._is_usable()
+            if is_usable:
+                self._catch_up()
+            yield is_usable
         finally:
-            if self.path is not None:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            if has_lock:
+                self._unlock()
 
     # ------------------------------------------------------------ names
 
@@ -302,12 +325,9 @@ class BlockStore:
         """
         blocks = blocks[-self.num_places :]
         num_written = 0
-        if not self._is_usable():
-            return 0
-        with self._locked() as has_lock:
-            if not has_lock or not self._is_usable():
+        with self._locked() as is_usable:
+            if not is_usable:
                 return 0
-            self._catch_up()
             for name, _ in blocks:
                 if (place := self._places.get(name)) is not None:
                     self._stamps[place] = self._tick()
@@ -316,7 +336,7 @@ class BlockStore:
                 try:
                     self._write_one(place, name, buffers)
                 except OSError as error:
-                    self.give_up(str(error))
+                    self._give_up(str(error))
                     break
                 num_written += 1
         return num_written
@@ -346,12 +366,9 @@ class BlockStore:
 
         A damaged block is forgotten, which is logged.
         """
-        if not self._is_usable():
-            return 0
-        with self._locked() as has_lock:
-            if not has_lock or not self._is_usable():
+        with self._locked() as is_usable:
+            if not is_usable:
                 return 0
-            self._catch_up()
             places: list[int] = []
             for name, buffers in blocks:
                 place = self._places.get(name)
@@ -388,23 +405,16 @@ class BlockStore:
 
     def remove(self, names: Sequence[bytes]) -> None:
         """Forgets these blocks, if they are there."""
-        if not self._is_usable():
-            return
-        with self._locked() as has_lock:
-            if not has_lock or not self._is_usable():
-                return
-            self._catch_up()
-            for name in names:
+        with self._locked() as is_usable:
+            for name in names if is_usable else ():
                 if (place := self._places.get(name)) is not None:
                     self._stamps[place] = 0
                     self._log_change(place, FREE)
 
     def clear(self) -> None:
         """Forgets all blocks, for every process."""
-        if not self._is_usable():
-            return
-        with self._locked() as has_lock:
-            if not has_lock or not self._is_usable():
+        with self._locked() as is_usable:
+            if not is_usable:
                 return
             self._stamps[:] = 0
             # more than the log holds: the others look at all places

@@ -169,10 +169,6 @@ class KVOffload:
         self._store.close()
         self._store = store
 
-    def give_up(self, reason: str) -> None:
-        """The store is not used any more, which is logged."""
-        self._store.give_up(reason)
-
     def close(self) -> None:
         """May be called twice."""
         self._store.close()

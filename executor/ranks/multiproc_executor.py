@@ -179,9 +179,6 @@ class MultiprocExecutor:
         if self.config.cache_config.kv_offloading_size:
             opened: list[OffloadOpened] = self._ask(Call("initialize_offload"))
             tracks_changes = self.config.cache_config.publishes_kv_events
-            for one in opened:
-                if one.failure is not None:
-                    raise unpack_exception(one.failure, RuntimeError)
             self._offload = RanksOffload(self, opened, tracks_changes=tracks_changes)
         return self._offload
 
@@ -223,8 +220,6 @@ class MultiprocExecutor:
 
     def submit(self, command: MoveBlocks, on_reply: Callable[[list[Kept]], None]) -> None:
         """See RankCalls. Does nothing where no step can run any more."""
-        if self._failure is not None:
-            return
 
         def take() -> None:
             try:
@@ -232,8 +227,9 @@ class MultiprocExecutor:
             except Exception as error:
                 self._fail(str(error))  # nobody else looks at it
 
-        self._send(command)
-        self._running.append(PendingRanks(self._finish_oldest, take))
+        with contextlib.suppress(RuntimeError):  # the next command raises it
+            self._send(command)
+            self._running.append(PendingRanks(self._finish_oldest, take))
 
     def _take_output(self) -> ModelRunnerOutput:
         replies: list[StepDone] = self._collect(grace_s=0.0)
@@ -312,6 +308,8 @@ class MultiprocExecutor:
             return
         self._is_shut_down = True
         timeout_s = LEAVE_TIMEOUT_S
+        while self._offload is not None and self._running and self._failure is None:
+            self._finish_oldest()  # it may take longer to keep blocks than to leave
         if self._failure is None:
             with contextlib.suppress(RuntimeError):
                 self._send(Leave())

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from typing import Any, Protocol
 
+from ...ipc.failures import unpack_exception
 from ..offload.names import ALL, count_to_state, is_block
 from .messages import Kept, MoveBlocks, OffloadOpened
 
@@ -35,7 +36,10 @@ class RanksOffload:
     """Implements BlockOffload (ipc/block_offload.py)."""
 
     def __init__(self, calls: RankCalls, opened: Sequence[OffloadOpened], *, tracks_changes: bool):
-        """opened: of each rank. tracks_changes: for take_changes."""
+        """opened: of each rank. tracks_changes: for take_changes. Raises what a rank has raised."""
+        for failure in (one.failure for one in opened):
+            if failure is not None:
+                raise unpack_exception(failure, RuntimeError)
         self._calls = calls
         self.num_stored = self.num_states_stored = 0
         stores = [one for one in opened if one.block_bytes]

@@ -219,19 +219,13 @@ def open_offload(worker: Worker) -> OffloadOpened:
 
 
 def move_blocks(worker: Worker, command: MoveBlocks) -> Kept:
-    """Moves blocks or states of a rank. Where files or memory fail, nothing is kept any more, which
-    costs the engine computations, and the other ranks nothing.
-    """
+    """Moves blocks or states of a rank. After a failure of its file it keeps none, and says so."""
     offload, method = worker.offload, command.method
     if method not in OFFLOAD_METHODS:
         raise ValueError(f"a rank moves no blocks by {method!r}")
     if offload is None:  # this rank's layers keep nothing
         return Kept()
-    is_loaded = False
-    try:
-        is_loaded = getattr(offload, method)(*command.args) is not False
-    except OSError as error:
-        offload.give_up(str(error))
+    is_loaded = getattr(offload, method)(*command.args) is not False
     return Kept(*offload.take_names(), offload.num_corrupt, is_loaded)
 
 

@@ -20,13 +20,14 @@ def plan(
     max_model_len: int = 100,
     max_num_seqs: int = 4,
     device: str = "cpu",
+    tensor_parallel_size: int = 1,
     **cache_arguments,
 ) -> int:
     sections = {
         "model_config": {"max_model_len": max_model_len},
         "scheduler_config": {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 2048},
         "cache_config": cache_arguments,
-        "device_config": {"device": device},
+        "device_config": {"device": device, "tensor_parallel_size": tensor_parallel_size},
     }
     return plan_num_blocks(msgspec.convert(sections, EngineConfig), BLOCK_BYTES, free_bytes)
 
@@ -47,6 +48,9 @@ def test_offloaded_blocks_in_memory_are_left_out():
     size = 10_240 / 2**30
     assert plan(free_bytes=60_240, kv_offloading_size=size) == 20
     assert plan(free_bytes=60_240, kv_offloading_size=size, kv_offloading_path="/kv") == 24
+    # a rank, with its part of the memory, keeps its part of the blocks
+    of_rank = dict(tensor_parallel_size=2, free_bytes=60_240)
+    assert plan(kv_offloading_size=2 * size, **of_rank) == 20
 
 
 def test_a_gpu_uses_all_of_the_engines_share():

@@ -134,9 +134,9 @@ def _check_bytes(num_bytes: int, parameter: str, most: int) -> None:
 def _read_file(path: Path, parameter: str, most: int) -> bytes:
     """Requires a regular file: a device or a pipe may never end."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+            status = os.fstat(file.fileno())
             require(stat.S_ISREG(status.st_mode), parameter, f"{path} is not a regular file")
             _check_bytes(status.st_size, parameter, most)
             return file.read(most + 1)

@@ -163,8 +163,8 @@ def _from_array(value: Any, parameter: str) -> Image.Image:
 
     wanted = "uint8 of shape [height, width] or [height, width, 1, 3 or 4]"
     if not isinstance(value, np.ndarray):
-        problem = "must be an image: bytes, a path, a data URL, an array or a PIL image, got {{}}"
-        raise InvalidParameterError(parameter, problem.format(shown(value)))
+        kinds = "bytes, a path, a data URL, an array or a PIL image"
+        raise InvalidParameterError(parameter, f"must be an image: {kinds}, got {shown(value)}")
     is_image = value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (1, 3, 4))
     require(
         value.dtype == np.uint8 and is_image,

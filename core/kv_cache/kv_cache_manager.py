@@ -33,7 +33,9 @@ class FoundBlocks(NamedTuple):
     """What there is of a request's beginning."""
 
     blocks: Blocks  # null where no later token sees a block, or where one is to be loaded
-    missing: list[tuple[int, int]]  # (index, group) of blocks that are to be loaded, in order
+    missing: Sequence[
+        tuple[int, int]
+    ] = ()  # (index, group) of blocks that are to be loaded, in order
 
 
 class WatchedBlockPool(BlockPool):
@@ -151,7 +153,7 @@ class KVCacheManager:
         """
         most = min(most, (request.num_tokens - 1) // self.block_size)
         if not (most and self.enable_caching and request.reads_prefix_cache):
-            return FoundBlocks(self.no_blocks(), [])
+            return FoundBlocks(self.no_blocks())
         hashes, windows = request.extend_block_hashes(self.block_size), self.layout.windows
         num_blocks = most
         before = -1
@@ -169,7 +171,7 @@ class KVCacheManager:
             row = [cached(key_of(digest, group)) for digest in hashes[first:num_blocks]]
             missing += [(i, group) for i, block in enumerate(row, start=first) if block is None]
             blocks.append([null] * first + [block or null for block in row])
-        return FoundBlocks(blocks, sorted(missing))
+        return FoundBlocks(blocks, tuple(sorted(missing)))
 
     def count_to_state(self, request: Request, num_blocks: int) -> int:
         """How many of the first `num_blocks` blocks of a waiting request there are up to the last

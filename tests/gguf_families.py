@@ -48,7 +48,9 @@ def write_family_gguf(path: Path, checkpoint: Path, type: str = "F32") -> None:
     """Writes matrices whose rows consist of whole blocks as blocks of `type`, and others as F32."""
     config = json.loads((checkpoint / "config.json").read_text())
     architecture, add_config, convert = _FAMILIES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    # the package may not know DeepSeek V3.2, whose tensors have the names of GLM-5's
+    is_v32 = config["model_type"] == "deepseek_v32"
+    writer = gguf.GGUFWriter(path, "deepseek32" if is_v32 else gguf.MODEL_ARCH_NAMES[architecture])
     _add_sizes(writer, config)
     add_config(writer, config)
     add_tokenizer(writer, checkpoint, config)
@@ -175,6 +177,16 @@ def _add_deepseek2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_gating_func(kind)
 
 
+def _add_indexed(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _add_deepseek2(writer, config)
+    arch = writer.arch
+    writer.add_uint32(f"{arch}.attention.indexer.head_count", config["index_n_heads"])
+    writer.add_uint32(f"{arch}.attention.indexer.key_length", config["index_head_dim"])
+    writer.add_uint32(f"{arch}.attention.indexer.top_k", config["index_topk"])
+    if kinds := config.get("indexer_types"):
+        writer.add_array(f"{arch}.attention.indexer.types", [kind == "full" for kind in kinds])
+
+
 def _deepseek2(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Tensors:
     """The weight of keys and values is in two parts, of which the first is transposed by head."""
     heads, key_dim = config["num_attention_heads"], config["qk_nope_head_dim"]
@@ -195,7 +207,9 @@ def _deepseek2(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Tensor
 
 
 _DEEPSEEK2 = gguf.MODEL_ARCH.DEEPSEEK2, _add_deepseek2, _deepseek2
+_INDEXED = gguf.MODEL_ARCH.GLM_DSA, _add_indexed, _deepseek2
 _FAMILIES: dict[str, Any] = {
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _INDEXED),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _DEEPSEEK2),
     "gemma4_text": (gguf.MODEL_ARCH.GEMMA4, _add_gemma4, _gemma4),
 }

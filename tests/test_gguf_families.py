@@ -37,6 +37,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": YARN, "qk_nope_head_dim": 32, "kv_lora_rank": 64},
     ),
     "GLM-4.7-Flash": ("glm4_moe_lite", {}),
+    "DeepSeek V3.2": ("deepseek_v32", {"rope_parameters": YARN}),
+    "GLM-5": ("glm_moe_dsa", {}),
 }
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from .encoders import ENCODERS
 from .gguf import GGUFTensor
-from .gguf_families import deepseek2_config, gemma4_config, glm4_moe_config
+from .gguf_families import deepseek2_config, gemma4_config, glm4_moe_config, indexed_config
 from .gguf_hybrids import (
     OF_GATED_DELTA_NET,
     OF_KIMI,
@@ -169,6 +169,7 @@ class GGUFArchitecture(msgspec.Struct, frozen=True):
 
     `read` reads what the metadata says in the family's own terms. `shares_keys`: layers that read
     the keys and values of another one may have weights for their own, which nobody needs.
+    `unread`: the beginning of the names of a layer's tensors that nobody needs either.
     `others`: architectures and model types whose files have the same name.
     """
 
@@ -189,6 +190,7 @@ class GGUFArchitecture(msgspec.Struct, frozen=True):
     is_encoder: bool = False
     read: Reader | None = None
     shares_keys: bool = False
+    unread: str | None = None
     others: tuple[tuple[str, str], ...] = ()
 
     def model_name(self, name: str) -> str | None:
@@ -209,6 +211,10 @@ class GGUFArchitecture(msgspec.Struct, frozen=True):
             return None
         found = self.names.get(part, self.parts.get(part))
         return None if found is None else f"{self.layer.format(layer)}{found}.{kind}"
+
+    def is_unread(self, name: str) -> bool:
+        """Whether a file's tensor is of a layer's part that models lack."""
+        return self.unread is not None and name.split(".", 2)[-1].startswith(self.unread)
 
     def offset_of(self, name: str) -> float:
         """What the conversion adds to a vector, by the model's name of it."""
@@ -269,6 +275,25 @@ _OF_QWEN35: dict[str, Any] = {
     "read": gated_delta_net_config,
 }
 _OF_QWEN3NEXT: dict[str, Any] = _OF_QWEN35 | {"constants": {GATES_APART: True}}
+_OF_DEEPSEEK_KEYS = _OF_DEEPSEEK_EXPERTS | {
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+    "rope.scaling.mscale": "mscale",
+}
+_OF_INDEXED: dict[str, Any] = {
+    "names": _LATENT_LAYER,
+    "keys": _OF_DEEPSEEK_KEYS
+    | {
+        "attention.indexer.head_count": "index_n_heads",
+        "attention.indexer.key_length": "index_head_dim",
+        "attention.indexer.top_k": "index_topk",
+    },
+    "constants": _WITHOUT_GROUPS,
+    "presence": {"attention_bias": "attn_kv_a_mqa.bias"},
+    "read": indexed_config,
+    "unread": "indexer.",
+}
 _KIMI_LAYER = _LATENT_LAYER | {
     "ssm_conv1d_q": "self_attn.q_conv1d",
     "ssm_conv1d_k": "self_attn.k_conv1d",
@@ -385,13 +410,7 @@ GGUF_ARCHITECTURES = {
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
         _LATENT_LAYER,
-        keys=_OF_DEEPSEEK_EXPERTS
-        | {
-            "attention.q_lora_rank": "q_lora_rank",
-            "attention.kv_lora_rank": "kv_lora_rank",
-            "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
-            "rope.scaling.mscale": "mscale",
-        },
+        keys=_OF_DEEPSEEK_KEYS,
         constants=_WITHOUT_GROUPS,
         presence={"attention_bias": "attn_kv_a_mqa.bias"},
         read=deepseek2_config,
@@ -400,6 +419,8 @@ GGUF_ARCHITECTURES = {
             ("Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
         ),
     ),
+    "deepseek32": GGUFArchitecture("DeepseekV32ForCausalLM", "deepseek_v32", **_OF_INDEXED),
+    "glm-dsa": GGUFArchitecture("GlmMoeDsaForCausalLM", "glm_moe_dsa", **_OF_INDEXED),
     "kimi-linear": GGUFArchitecture(
         "KimiLinearForCausalLM",
         "kimi_linear",

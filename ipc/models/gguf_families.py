@@ -104,6 +104,17 @@ def deepseek2_config(
     }
 
 
+def indexed_config(
+    own: dict[str, Any], tensors: Mapping[str, GGUFTensor], factors: list[float] | None
+) -> dict[str, Any]:
+    """That of DeepSeek V3.2 and GLM-5, whose layers are those of DeepSeek V3 with an indexer. `own`
+    is as in gemma4_config.
+    """
+    own.pop("attention.indexer.types", None)  # which layers use the one of an earlier layer
+    found = deepseek2_config(own, tensors, factors)
+    return {key: found[key] for key in found if key not in ("architectures", "model_type")}
+
+
 def latent_sizes(own: dict[str, Any]) -> dict[str, Any]:
     """The keys of config.json for the heads of latent attention. `own` is as in gemma4_config.
 

@@ -71,6 +71,8 @@ def check_gguf_tensors(
     for tensor in sorted(file.tensors.values(), key=lambda t: (t.path, t.offset)):
         if tensor.name == ROPE_FACTORS or tensor.name in LONG_ROPE_FACTORS:
             continue  # read_rope_factors reads it for the configuration
+        if architecture.is_unread(tensor.name):
+            continue
         name = architecture.model_name(tensor.name)
         is_own = name is not None and name.startswith(f"{of_head}.")
         if not is_own if of_head else is_draft(tensor.name):

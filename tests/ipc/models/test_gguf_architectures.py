@@ -17,6 +17,7 @@ from quire.ipc.models.gguf_architectures import (
 )
 
 NUMBERS = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+NUMBERS.setdefault("deepseek32", NUMBERS["glm-dsa"])  # which has the same names
 # The package's table has one model's name for a tensor that stands for another in other models.
 NOT_THE_MODELS = {
     "attn_qkv": "a part of q, k and v",

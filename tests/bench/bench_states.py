@@ -44,6 +44,12 @@ class Kernel(NamedTuple):
 KERNELS = [
     Kernel("gated_delta_rule", "0.8B", lambda n: delta_operands(n, DTYPE, 16, 16, 128, 128), 7),
     Kernel("gated_delta_rule", "4B", lambda n: delta_operands(n, DTYPE, 16, 32, 128, 128), 7),
+    Kernel(
+        "gated_delta_rule",
+        "Kimi Linear",
+        lambda n: delta_operands(n, DTYPE, 32, 32, 128, 128, decays_rows=True),
+        7,
+    ),
     Kernel("selective_scan", "Granite", lambda n: scan_operands(n, DTYPE, 48, 64, 1, 128), 5),
     Kernel("short_conv", "0.8B", lambda n: conv_operands(n, DTYPE, 6144), 0),
 ]

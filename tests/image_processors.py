@@ -304,7 +304,7 @@ def cases() -> dict[str, Case]:
             *({}, _make_idefics3, _planes(HALF), {}, IDEFICS_SIZES),
         ),
         "smolvlm": Case(
-            config("smolvlm", 64, processor=small),
+            config("idefics3", 64, processor=small),
             *({}, _make_smolvlm, _planes(HALF), {}, IDEFICS_SIZES),
         ),
         "internvl": Case(

@@ -247,7 +247,9 @@ class Pixtral(Family, frozen=True, kw_only=True):
 
 
 class Idefics3(Family, frozen=True, kw_only=True):
-    """The longest side is always scaled to longest_edge; then tiles, and the whole in one tile."""
+    """The longest side is always scaled to longest_edge; then tiles, and the whole in one tile.
+    SmolVLM states other sizes.
+    """
 
     placeholder: ClassVar[str] = "<image>"
     image_token: ClassVar[str] = "<image>"
@@ -319,13 +321,6 @@ class Idefics3(Family, frozen=True, kw_only=True):
             height = math.ceil(height / tile) * tile
             width = math.ceil(int(height * ratio) / tile) * tile
         return Resize(max(height, tile), max(width, tile))
-
-
-class SmolVlm(Idefics3, frozen=True, kw_only=True):
-    """The defaults of SmolVLM2."""
-
-    longest_edge: Side = 2048
-    tile: Annotated[int, Meta(ge=16, le=4096)] = 512
 
 
 def nearest_grid(height: int, width: int, tile: int, least: int, most: int) -> tuple[int, int]:
@@ -464,19 +459,15 @@ class Lfm2Vl(Family, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- the table
 
 FAMILIES: dict[str, type[Family]] = {
-    "qwen2_vl": Qwen25,
     "qwen2_5_vl": Qwen25,
     "qwen3_vl": Qwen,
-    "qwen3_vl_moe": Qwen,
     "qwen3_5": Qwen,
-    "qwen3_5_moe": Qwen,
     "gemma3": Gemma3,
     "gemma4": Gemma4,
     "gemma4_unified": Gemma4,
     "pixtral": Pixtral,
     "mistral3": Pixtral,
     "idefics3": Idefics3,
-    "smolvlm": SmolVlm,
     "internvl": InternVl,
     "lfm2_vl": Lfm2Vl,
 }

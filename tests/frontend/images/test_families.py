@@ -22,7 +22,6 @@ from quire.frontend.images.families import (
     Lfm2Vl,
     Pixtral,
     Qwen,
-    SmolVlm,
     make_family,
     with_settings,
 )
@@ -32,6 +31,7 @@ from quire.frontend.images.media import ImageSource
 from quire.frontend.images.pictures import DecodedPicture
 from quire.ipc.config import MultiModalConfig
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
+from quire.ipc.models import vision_families
 from quire.tests import image_processors
 from quire.tests.fakes import make_config
 from quire.tests.image_processors import Case, digest, prompt_of, prompts_of, sample
@@ -149,7 +149,7 @@ SETTINGS: dict[str, Family] = {
     "mistral3": Pixtral(unit=28, longest_edge=1540),
     "idefics3": Idefics3(unit=28),
     "idefics3 whole": Idefics3(unit=28, do_image_splitting=False),
-    "smolvlm": SmolVlm(unit=64, longest_edge=1024),
+    "smolvlm": Idefics3(unit=64, longest_edge=1024, tile=512),
     "internvl": InternVl(unit=28),
 }
 
@@ -241,6 +241,10 @@ def test_wrong_settings(family: Family, kwargs: dict[str, Any], problem: str) ->
     with pytest.raises(InvalidParameterError, match="mm_processor_kwargs") as caught:
         with_settings(family, kwargs)
     assert caught.value.problem.startswith(problem)
+
+
+def test_every_family_with_an_encoder_has_a_processor() -> None:
+    assert FAMILIES.keys() == vision_families.FAMILIES.keys()
 
 
 def test_settings_of_the_files_and_of_kwargs() -> None:

@@ -482,6 +482,10 @@ def make_family(vision: VisionConfig, kwargs: dict[str, Any]) -> Family:
     if family is None:
         problem = f"no processor of images is known for {vision.family}; known are"
         raise ModelLoadError(f"{problem} {', '.join(FAMILIES)}")
+    if vision.processor.get("do_center_crop"):
+        raise ModelLoadError("preprocessor_config.json: do_center_crop=true is not supported")
+    if vision.processor.get("do_resize") is False and family is not Lfm2Vl:  # which ignores it
+        raise ModelLoadError("preprocessor_config.json: do_resize=false is not supported")
     try:
         # the processor of transformers cuts tiles, whatever preprocessor_config.json says
         stated = {n: v for n, v in vision.processor.items() if n != "crop_to_patches"}

@@ -254,6 +254,9 @@ def test_settings_of_the_files_and_of_kwargs() -> None:
     assert family == Qwen(unit=32, min_pixels=4096, max_pixels=10_000)
     with pytest.raises(ModelLoadError, match="preprocessor_config.json: max_pixels: expected"):
         make_family(msgspec.structs.replace(vision, processor={"max_pixels": -1}), {})
+    for key, value in (("do_center_crop", True), ("do_resize", False)):
+        with pytest.raises(ModelLoadError, match=f"{key}=.* is not supported"):
+            make_family(msgspec.structs.replace(vision, processor={key: value}), {})
     with pytest.raises(ModelLoadError, match="no processor of images is known for llava"):
         make_family(msgspec.structs.replace(vision, family="llava"), {})
 

@@ -178,16 +178,30 @@ def test_scans_of_a_jpeg() -> None:
     assert problem.startswith("has 2") and problem.endswith("scans; the most are 100")
 
 
-def test_large_exif() -> None:
-    """Each of 65,535 entries has all of the data as its value."""
+def jpeg_with_exif(exif: bytes) -> bytes:
+    """In segments, which Pillow puts together."""
+    data, size = encoded(make_picture(4, 4), "JPEG"), 65_000
+    parts = (b"Exif\0\0" + exif[i : i + size] for i in range(0, len(exif), size))
+    segments = (b"\xff\xe1" + struct.pack(">H", len(part) + 2) + part for part in parts)
+    return data[:2] + b"".join(segments) + data[2:]
+
+
+def png_with_exif(exif: bytes) -> bytes:
+    pixels = zlib.compress((b"\0" + b"\x01" * 12) * 4)
+    return png_of(4, 4, pixels, (b"eXIf", exif))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [jpeg_with_exif, png_with_exif])
+def test_large_exif(make: Any) -> None:
+    """Each of 65,000 entries has all of the data as its value."""
     entries = b"".join(struct.pack("<HHII", 256 + i, 1, 2**20, 8) for i in range(65_000))
     exif = b"II*\0" + struct.pack("<IH", 8, 65_000) + entries + b"\0" * 2**20
-    pixels = zlib.compress((b"\0" + b"\x01" * 12) * 4)
-    began = time.monotonic()
+    began = time.thread_time()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert decoded(png_of(4, 4, pixels, (b"eXIf", exif))).shape == (4, 4, 3)
+    assert decoded(make(exif)).shape == (4, 4, 3)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 64 * 1024
-    assert time.monotonic() - began < 3.0
+    assert time.thread_time() - began < 5.0
 
 
 @pytest.mark.parametrize("format_", FORMATS)

@@ -14,6 +14,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -101,8 +102,8 @@ class Web:
         self, place: Place, parameter: str, max_bytes: int, deadline: float
     ) -> tuple[str | None, bytes]:
         """(where it redirects to, body)"""
-        address = self._address_of(place, parameter)
-        with self._connected(address, place, parameter, deadline) as stream:
+        addresses = self._addresses_of(place, parameter, deadline)
+        with self._connected(addresses, place, parameter, deadline) as stream:
             connection = _Connection(place, stream)
             connection.request("GET", place.target, headers=HEADERS | {"Host": place.name})
             with connection.getresponse() as response:
@@ -115,10 +116,20 @@ class Web:
             require(time.monotonic() < deadline, parameter, self._too_late())
             return None, body
 
-    def _address_of(self, place: Place, parameter: str) -> str:
-        """The address to connect to, if all addresses of the host are public."""
-        found = self.resolve(place.host, place.port, type=socket.SOCK_STREAM)
-        addresses = [sockaddr[0] for *_, sockaddr in found]
+    def _addresses_of(self, place: Place, parameter: str, deadline: float) -> list[str]:
+        """The addresses of the host, if all are public."""
+        found: Future[Any] = Future()
+
+        def look_up() -> None:
+            try:
+                found.set_result(self.resolve(place.host, place.port, type=socket.SOCK_STREAM))
+            except Exception as error:  # raised by result()
+                found.set_exception(error)
+
+        # a lookup has no time limit of its own
+        threading.Thread(target=look_up, name="quire-lookup", daemon=True).start()
+        entries = found.result(max(0.0, deadline - time.monotonic()))
+        addresses = [sockaddr[0] for *_, sockaddr in entries]
         for address in addresses:
             require(
                 is_public(address),
@@ -126,18 +137,30 @@ class Web:
                 f"names the host {shown(place.host)}, which has an address that is not public",
             )
         require(addresses, parameter, f"names the host {shown(place.host)}, which has no address")
-        return addresses[0]
+        return addresses
+
+    def _connect(
+        self, addresses: list[str], place: Place, parameter: str, deadline: float
+    ) -> socket.socket:
+        """To the first address that answers."""
+        for i, address in enumerate(addresses):
+            remaining = deadline - time.monotonic()
+            require(remaining > 0, parameter, self._too_late())
+            try:
+                return self.connect((address, place.port), timeout=remaining)
+            except OSError:
+                if i == len(addresses) - 1:
+                    raise
+        raise AssertionError("a host has an address")
 
     @contextmanager
     def _connected(
-        self, address: str, place: Place, parameter: str, deadline: float
+        self, addresses: list[str], place: Place, parameter: str, deadline: float
     ) -> Iterator[socket.socket]:
         """A socket, which is shut down at the deadline: a server that sends a byte now and then
         never runs into a timeout of the socket.
         """
-        remaining = deadline - time.monotonic()
-        require(remaining > 0, parameter, self._too_late())
-        stream = self.connect((address, place.port), timeout=remaining)
+        stream = self._connect(addresses, place, parameter, deadline)
         if place.is_encrypted:
             stream = ssl.create_default_context().wrap_socket(
                 stream, server_hostname=place.host, do_handshake_on_connect=False

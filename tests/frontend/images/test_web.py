@@ -249,3 +249,31 @@ def test_host_without_address() -> None:
 
     web = Web(web.allowed_domains, 1.0, fail, web.connect)
     assert refused(web, "http://example.com/") == "cannot be fetched: gaierror: unknown"
+
+
+def test_slow_lookup() -> None:
+    released = threading.Event()
+    web = make_web()
+    slow = Web(web.allowed_domains, 0.1, lambda *_, **__: released.wait(20), web.connect)
+    assert refused(slow, "http://example.com/") == "could not be fetched in 0.1 s"
+    released.set()
+
+
+def test_address_that_does_not_answer(server: Any) -> None:
+    """The next one is tried."""
+    asked = []
+
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        asked.append(address[0])
+        if address[0] != PUBLIC:
+            raise ConnectionRefusedError("closed")
+        return socket.create_connection(server.server_address[:2], timeout)
+
+    both = make_web(server, {"example.com": ["93.184.216.1", PUBLIC]})
+    web = Web(both.allowed_domains, 5.0, both.resolve, connect)
+    assert web.fetch("http://example.com/image", "image_url", 10**6) == BODY
+    assert asked == ["93.184.216.1", PUBLIC]
+    none = make_web(server, {"example.com": ["93.184.216.1", "93.184.216.2"]})
+    web = Web(none.allowed_domains, 5.0, none.resolve, connect)
+    problem = "cannot be fetched: ConnectionRefusedError: closed"
+    assert refused(web, "http://example.com/image") == problem

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from quire.frontend.images.web import Web, is_public
 from quire.ipc.errors import InvalidParameterError
+from quire.tests.frontend.server.test_tls import make_certificate
 
 PUBLIC = "93.184.216.34"
 OTHER = "other.example.com:8080"
@@ -238,6 +242,21 @@ def test_slow_server(server: Any, path: str) -> None:
 
 def test_server_without_encryption(server: Any) -> None:
     assert "SSLError" in refused(make_web(server), "https://example.com/image")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_certificate(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must be trusted and name the host."""
+    certificate, key = make_certificate(tmp_path, "server")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    web = make_web(server, allowed=("localhost", "example.com"))
+    assert "certificate verify failed" in refused(web, "https://localhost/image")
+    monkeypatch.setenv("SSL_CERT_FILE", certificate)
+    assert web.fetch("https://localhost/image", "image_url", 10**6) == BODY
+    assert server.asked == [("localhost", "/image")]
+    assert "certificate is not valid for 'example.com'" in refused(web, "https://example.com/image")
 
 
 def test_host_without_address() -> None:

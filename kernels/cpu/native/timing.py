@@ -184,6 +184,7 @@ def _work_on_states(
     if isinstance(call, c.GatedDeltaRule):
         shape = call.value_heads, call.key_size, call.value_size
         numbers = 2 * call.key_heads * call.key_size + 2 * call.value_heads * (call.value_size + 1)
+        numbers += call.decays_rows * call.value_heads * (call.key_size - 1)
         return work.states(query_lens, shape, 4, numbers * item, work.DELTA_RULE_FLOPS)
     shape = call.heads, call.head_size, call.state_size
     numbers = call.heads * (2 * call.head_size + 1) + 2 * call.groups * call.state_size

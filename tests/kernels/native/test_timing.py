@@ -90,14 +90,16 @@ def test_fewer_times_than_threads_are_asked_for(program):
     assert {thread for call in timed_calls(run) for thread, *_ in call.threads} <= {0}
 
 
-def test_a_state_is_read_and_written_by_each_request():
-    operands = delta_operands(4, torch.float32, 2, 4, 8, 6)
+@pytest.mark.parametrize("decays_rows", [False, True])
+def test_a_state_is_read_and_written_by_each_request(decays_rows):
+    operands = delta_operands(4, torch.float32, 2, 4, 8, 6, decays_rows=decays_rows)
     metadata = states_metadata([Row(1, 8, 0), Row(3, 0, 1)])
     _, key, value, _, _ = operands.tokens
     call = GatedDeltaRule.from_buffer(bytearray(ctypes.sizeof(GatedDeltaRule)))
     call.op, call.dtype, call.rows = Op.GATED_DELTA_RULE, F32, ALL_TOKENS
     _, call.key_heads, call.key_size = key.shape
     _, call.value_heads, call.value_size = value.shape
+    call.decays_rows = decays_rows
     found = work_of(call, (4, 2), metadata.query_lens, metadata.seq_lens_list)
     read = sum(one.nbytes for one in operands.tokens)
     assert found.shape == "[4] · state [4, 8, 6]" and found.flops == 4 * 4 * 8 * 6 * 7

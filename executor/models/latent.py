@@ -26,6 +26,7 @@ class HeadProjections:
     """
 
     saved_bytes = 0  # by blocks that are kept
+    adapters = None  # LoRA applies to linear layers alone
 
     def __init__(self, name: str, make: LayerFactory, config: DecoderConfig):
         assert config.latent is not None

@@ -122,16 +122,21 @@ def write_adapters(model: Path, directory: Path, count: int = 3) -> list[Path]:
     [
         *("qwen2", "llama", "phi3", "gemma3_text", "granite", "olmo2"),
         *("qwen2_moe", "olmoe", "gpt_oss"),  # attention and shared experts
+        *("deepseek_v3", "kimi_linear"),
     ],
 )
 @pytest.mark.parametrize("kernels", ["native", "reference"])
 def test_logits_are_those_of_merged_weights(tiny, tmp_path, kind, kernels):
     base = tiny(kind)
     modules = (*PROJECTIONS, "qkv_proj", "gate_up_proj", "lm_head", "embed_tokens")
+    modules += "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"  # of latent attention
+    modules += "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"  # of Kimi Delta Attention
     if kind == "gemma3_text":  # its head is tied
         modules = PROJECTIONS
     weights = adapted_weights(base, modules)
-    dense = {name: weight for name, weight in weights.items() if ".experts." not in name}
+    # transformers saves the MLP of Kimi Linear's first layer under the name of its experts
+    unnamed = ".experts.", "layers.0.block_sparse_moe."
+    dense = {name: w for name, w in weights.items() if not any(one in name for one in unnamed)}
     pairs = random_pairs(dense, size=0.1)
     for name in [name for name in pairs if name.endswith("embed_tokens")]:
         a, b = pairs[name]  # of W [vocab_size, hidden_size], B A is the transposed change

@@ -27,8 +27,9 @@ from .engine_calls import AsyncCalls
 from .outputs import RequestMetrics, RequestOutput
 from .pooling_outputs import AnyOutput, PoolingRequestOutput
 from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
+from .requests.image_inputs import ImageInputs
 from .requests.input_processor import ProcessedRequest
-from .requests.prompts import Prompt
+from .requests.prompts import Prompt, has_images
 from .requests.request_stream import BatchStream, RequestStream
 from .session import RequestSession
 
@@ -128,6 +129,11 @@ class AsyncLLM(AsyncCalls):
             await client.shutdown_async()
             raise
 
+    @property
+    def images(self) -> ImageInputs:
+        """What prepares the images of prompts."""
+        return self.session.input_processor.images
+
     def set_record_token_times(self, is_wanted: bool) -> None:
         """Sets whether RequestMetrics.token_ts records the time of each token. It is off by default
         and costs one float per token.
@@ -184,6 +190,8 @@ class AsyncLLM(AsyncCalls):
         saves a server one task switch per token.
         """
         self.check_health()
+        if has_images(prompt):
+            prompt = await self.session.prepared(prompt)
         request = self.session.process(
             request_id,
             prompt,
@@ -255,6 +263,7 @@ class AsyncLLM(AsyncCalls):
         read = partial(self.session.process_batch, request_ids, prompts, pooling_params, **options)
         num_characters = sum(len(p) for p in prompts if isinstance(p, str))
         is_short = num_characters < SHORT_CHARACTERS and len(prompts) <= SHORT_BATCH
+        is_short = is_short and not any(map(has_images, prompts))
         requests = read() if is_short else await asyncio.to_thread(read)
         return await self.run_batch(requests, trace_headers)
 
@@ -323,6 +332,8 @@ class AsyncLLM(AsyncCalls):
 
         Each step is submitted as ordinary requests.
         """
+        if has_images(prompt):
+            prompt = await self.session.prepared(prompt)
         request = self.session.input_processor.process_inputs(
             request_id, prompt, first_params(params), lora_request=lora_request
         )

@@ -30,7 +30,15 @@ from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .requests.input_processor import ProcessedRequest
 from .requests.lora_requests import to_reload
 from .requests.pooling_inputs import with_task
-from .requests.prompts import Prompt, error_in_request, one_each, prompt_list
+from .requests.prompts import (
+    IMAGES,
+    GivenImages,
+    Prompt,
+    error_in_request,
+    one_each,
+    prompt_list,
+    with_processor_kwargs,
+)
 from .requests.scoring import pair_up, score_prompts, scores_of, scoring_task
 
 if TYPE_CHECKING:
@@ -100,10 +108,13 @@ class LLM(BlockingCalls):
         """Returns one RequestOutput per prompt, in the order of the prompts.
 
         prompts: one or several; each a string, a list of token ids, or a dict with `prompt` or
-        `prompt_token_ids`. sampling_params: one for all, or one per prompt; None:
-        get_default_sampling_params(). trace_headers: the caller's trace context for all requests
-        (LLMEngine.add_request). lora_request: the adapter for all, or one per prompt, or None.
-        tokenization_kwargs, mm_processor_kwargs: vLLM's; must be None.
+        `prompt_token_ids`, and with images if the model reads them, as in
+        {"prompt": ..., "multi_modal_data": {"image": [picture]}}: the prompt has a placeholder for
+        each. sampling_params: one for all, or one per prompt; None: get_default_sampling_params().
+        trace_headers: the caller's trace context for all requests (LLMEngine.add_request).
+        lora_request: the adapter for all, or one per prompt, or None. mm_processor_kwargs: keys
+        that replace those of the model's preprocessor_config.json for the prompts' images.
+        tokenization_kwargs: vLLM's; must be None.
 
         Raises InvalidParameterError before anything is submitted if a prompt or parameter is
         invalid. A request that fails inside the engine ends with finish_reason "error" and a
@@ -112,10 +123,11 @@ class LLM(BlockingCalls):
         they raise InvalidParameterError. Any exception during the call, KeyboardInterrupt included,
         aborts all submitted requests.
         """
-        if tokenization_kwargs is not None or mm_processor_kwargs is not None:
-            vllm_arguments.require_nothing(
-                tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
-            )
+        if tokenization_kwargs is not None:
+            vllm_arguments.require_nothing(tokenization_kwargs=tokenization_kwargs)
+        if mm_processor_kwargs:
+            self.session.input_processor.images.require_vision("mm_processor_kwargs")
+            prompts = with_processor_kwargs(prompt_list(prompts), mm_processor_kwargs)
         with self._turn:
             self._require_idle()
             requests = self._process(prompts, sampling_params, priority, lora_request)
@@ -326,7 +338,9 @@ class LLM(BlockingCalls):
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Returns one answer per conversation; `messages` is one conversation or several. Text
-        alone stands for a conversation of one message, the user's.
+        alone stands for a conversation of one message, the user's. The content of a message may be
+        a list of parts, of text and of images: {"type": "image_url", "image_url": {"url": ...}},
+        or {"type": "image", "image": picture}.
 
         For the other parameters see `generate` and Tokenizer.apply_chat_template.
         """
@@ -341,14 +355,18 @@ class LLM(BlockingCalls):
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
-            "tokenize": False,
             **(chat_template_kwargs or {}),
         }
+        placeholder = self.session.input_processor.images.placeholder
         prompts: list[Prompt] = []
         for conversation in _conversations(messages):
-            text = str(tokenizer.apply_chat_template(conversation, **options))
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+            text, images = tokenizer.render_chat(conversation, placeholder, **options)
+            if images:
+                given = GivenImages(images, add_special_tokens=False)
+                prompts.append({"prompt": text, IMAGES: given})
+            else:
+                token_ids = tokenizer.encode(text, add_special_tokens=False)
+                prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(
             prompts,
             sampling_params,

@@ -90,6 +90,14 @@ class RequestSession:
             self.num_inputs_refused += 1
             raise
 
+    async def prepared(self, prompt: Prompt) -> Prompt:
+        """Returns a prompt with its images prepared, in threads; see InputProcessor.prepared."""
+        try:
+            return await self.input_processor.prepared(prompt)
+        except InvalidParameterError:
+            self.num_inputs_refused += 1
+            raise
+
     def process_batch(
         self,
         request_ids: Sequence[str],

@@ -22,6 +22,7 @@ from ...ipc.params import ALL_LOGPROBS, RequestOutputKind, SamplingParams
 from ..outputs import PositionLogprobs, RequestOutput
 from ..text.tokenizer import Tokenizer
 from .input_processor import ProcessedRequest
+from .prompts import IMAGES, PreparedImages
 
 
 class BeamSearchParams(msgspec.Struct, metaclass=NamedArguments, frozen=True):
@@ -118,6 +119,7 @@ class BeamSearch:
         core_request = request.core_request
         self.prompt_token_ids = core_request.prompt_token_ids
         self.lora_request = core_request.lora_request
+        self._images = core_request.images
         max_tokens = core_request.sampling_params.max_tokens
         assert max_tokens is not None  # set by the InputProcessor
         self.max_tokens = max_tokens
@@ -147,9 +149,11 @@ class BeamSearch:
         return not self.running
 
     @property
-    def step_prompts(self) -> list[dict[str, list[int]]]:
+    def step_prompts(self) -> list[dict[str, Any]]:
+        images = {IMAGES: PreparedImages(self._images)} if self._images else {}
         return [
-            {"prompt_token_ids": self.prompt_token_ids + beam.token_ids} for beam in self.running
+            {"prompt_token_ids": self.prompt_token_ids + beam.token_ids} | images
+            for beam in self.running
         ]
 
     def advance(self, outputs: list[RequestOutput]) -> None:

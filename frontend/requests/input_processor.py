@@ -26,7 +26,7 @@ from ...ipc.checks import (
 from ...ipc.config import EngineConfig, resolved
 from ...ipc.errors import InvalidParameterError
 from ...ipc.lora import LoRARequest
-from ...ipc.messages import EngineCoreRequest
+from ...ipc.messages import EngineCoreRequest, ImageItem
 from ...ipc.models.pooling import Pooling
 from ...ipc.params import (
     ALL_LOGPROBS,
@@ -37,9 +37,18 @@ from ...ipc.params import (
     with_checked,
 )
 from ..text.tokenizer import Tokenizer
+from .image_inputs import ImageInputs
 from .lora_requests import placed
 from .pooling_inputs import PoolingInputs
-from .prompts import Prompt, error_in_request, read_prompt
+from .prompts import (
+    IMAGES,
+    GivenImages,
+    PreparedImages,
+    Prompt,
+    PromptParts,
+    error_in_request,
+    read_prompt,
+)
 
 MAX_LOGIT_BIAS = 100.0
 ADAPTER_POOLS = "must be None for a request that pools; adapters change generated text only"
@@ -81,7 +90,14 @@ class InputProcessor:
     One instance per frontend: request seeds are derived from its request counter.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: list[int]):
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: list[int],
+        images: ImageInputs | None = None,
+    ):
+        self.images = images or ImageInputs(config, tokenizer)
         self._model_config = config.model_config
         self._generates = config.model_config.runner != "pooling"
         self._enable_lora = config.lora_config.enable_lora
@@ -133,23 +149,20 @@ class InputProcessor:
         carried = SubmitOptions(**options) if options else DEFAULT_OPTIONS
         self._check_params(params)
         require(prompt_name is None, "prompt_name", "must not be given with SamplingParams")
-        text, token_ids, cache_salt, pair = read_prompt(prompt)
-        require(pair is None, "text_pair", "must not be given with SamplingParams")
-        if token_ids is None:
-            token_ids = self._encode("prompt", text or "")
-        if params.truncate_prompt_tokens is not None:
-            token_ids = self._truncated(token_ids, params.truncate_prompt_tokens)
-        self._check_token_ids(token_ids, self._max_prompt_len)
+        parts = read_prompt(prompt)
+        require(parts.text_pair is None, "text_pair", "must not be given with SamplingParams")
+        token_ids, items = self._read(parts, params.truncate_prompt_tokens)
         if lora_request is not None:
             lora_request = self._check_lora(lora_request)
         return _made_request(
             request_id,
-            text,
+            parts.text,
             token_ids,
             self._complete(params, len(token_ids), output_kind),
             carried,
             began,
-            cache_salt=cache_salt,
+            cache_salt=parts.cache_salt,
+            images=items,
             eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
             lora_request=lora_request,
         )
@@ -185,12 +198,16 @@ class InputProcessor:
             inputs.tokenize(read, params, prompt_name)
         ):
             require_text("request_id", request_ids[i])
-            self._at(first + i, num_prompts, self._check_token_ids, token_ids, longest)
+            limit = params.truncate_prompt_tokens
+            token_ids, items = self._at(
+                *(first + i, num_prompts, self._with_images, token_ids, read[i], limit, longest)
+            )
             completed = msgspec.structs.replace(params, **own) if own else params
             requests.append(
                 _made_request(
                     *(request_ids[i], text, token_ids, completed, carried, began),
                     cache_salt=cache_salt,
+                    images=items,
                 )
             )
         return requests
@@ -206,6 +223,52 @@ class InputProcessor:
             raise error_in_request(error, index, num_prompts) from None
 
     # ------------------------------------------------------------ prompt
+
+    async def prepared(self, prompt: Prompt) -> Prompt:
+        """Returns a prompt with images in the form that process_inputs takes without blocking.
+        Raises InvalidParameterError.
+        """
+        parts = read_prompt(prompt)
+        if not isinstance(parts.images, GivenImages):
+            return prompt
+        require(parts.text_pair is None, "text_pair", "must not be given with images")
+        if parts.token_ids is not None:
+            self._check_token_ids(parts.token_ids, self._max_prompt_len)
+        unread = (parts.text or "") if parts.token_ids is None else parts.token_ids
+        token_ids, items = await self.images.prepare_async(unread, parts.images)
+        given = {"prompt": parts.text, "cache_salt": parts.cache_salt}
+        return given | {"prompt_token_ids": token_ids, IMAGES: PreparedImages(items)}
+
+    def _read(
+        self, parts: PromptParts, truncated_to: int | None
+    ) -> tuple[list[int], list[ImageItem]]:
+        """Returns the token ids of a prompt for SamplingParams, and its images."""
+        most = self._max_prompt_len
+        if isinstance(parts.images, GivenImages) and parts.token_ids is None:
+            _check_whole(truncated_to)
+            token_ids, items = self.images.prepare(parts.text or "", parts.images)
+            self._check_token_ids(token_ids, most)
+            return token_ids, items
+        token_ids = parts.token_ids
+        if token_ids is None:
+            token_ids = self._encode("prompt", parts.text or "")
+        if truncated_to is not None:
+            token_ids = self._truncated(token_ids, truncated_to)
+        return self._with_images(token_ids, parts, truncated_to, most)
+
+    def _with_images(
+        self, token_ids: Any, parts: PromptParts, truncated_to: int | None, most: int
+    ) -> tuple[list[int], list[ImageItem]]:
+        """Returns the token ids of a prompt with those of its images, and the images."""
+        self._check_token_ids(token_ids, most)
+        if parts.images is None:
+            return token_ids, []
+        _check_whole(truncated_to)
+        if isinstance(parts.images, PreparedImages):
+            return token_ids, parts.images.items
+        token_ids, items = self.images.prepare(token_ids, parts.images)
+        self._check_token_ids(token_ids, most)
+        return token_ids, items
 
     def _encode(self, parameter: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self._tokenizer is None:
@@ -376,6 +439,11 @@ class InputProcessor:
                 self._check_range("bad_words", token_ids)
                 written[tuple(token_ids)] = None
         return [list(token_ids) for token_ids in written]
+
+
+def _check_whole(truncated_to: int | None) -> None:
+    problem = "must be None for a prompt with images"
+    require(truncated_to is None, "truncate_prompt_tokens", problem)
 
 
 def _made_request(

@@ -39,6 +39,7 @@ from .served_loras import ServedLoras
 logger = logging.getLogger(__name__)
 MAX_NAMED = 20  # adapters in an error
 SHUTDOWN_RETRY_S = 5.0  # until a replacement is ready
+MAX_IMAGE_CALLS = 8  # whose images are prepared at once
 
 # Each loading stage has its start and end as fractions of the total, measured on small and large
 # models. They are accurate enough for an estimate.
@@ -114,6 +115,10 @@ class ServerState:
         self.admission: Admission | None = None  # set with the engine
         # Limits access to the threads of `in_turn`: round-robin by key.
         self.work_turns = Admission(NUM_THREADS, server_config.max_queued_requests, sys.maxsize)
+        # The same for images, which may wait for other servers.
+        self.image_turns = Admission(
+            MAX_IMAGE_CALLS, server_config.max_queued_requests, sys.maxsize
+        )
         self.meters = Meters()
         self.keys = ApiKeys(server_config)
         self.loras = ServedLoras()
@@ -310,6 +315,10 @@ class ServerState:
         return EventStream(
             events, call, on_error, config.sse_keep_alive_s, config.write_timeout_s, **options
         )
+
+    @property
+    def reads_images(self) -> bool:
+        return self.ready_engine().config.model_config.vision is not None
 
     @property
     def max_model_len(self) -> int:

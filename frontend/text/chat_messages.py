@@ -13,6 +13,15 @@ from typing import Any
 
 from ...ipc.checks import require_kind, shown
 from ...ipc.errors import InvalidParameterError
+from .chat_images import (
+    IMAGE_KEYS,
+    check_role,
+    joined,
+    kind_of,
+    one_content,
+    read_image_part,
+    text_part,
+)
 
 # type of a part -> the key of its text
 TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -20,10 +29,11 @@ INSTRUCTING = ("system", "developer")  # roles
 SHORT_ID_LENGTH = 9  # required by Mistral's templates
 
 
-def normalize_messages(messages: Any) -> list[dict[str, Any]]:
+def normalize_messages(messages: Any, *, reads_images: bool = False) -> list[dict[str, Any]]:
     """Returns copies of the messages in one form: no keys whose value is None, content as text,
     arguments of tool calls as dicts if they are JSON, and reasoning of earlier turns under both of
-    its names.
+    its names. A content with images, which only models that read images may have, is a list of
+    parts of the types "text" and "image", each of these with its PlacedImage.
 
     Templates treat a missing key as empty, as in transformers. They would render None as "None".
 
@@ -40,7 +50,9 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
         require_kind(isinstance(role, str), f"{path}.role", "a string", role)
         copy = {key: value for key, value in message.items() if value is not None}
         if "content" in copy:
-            copy["content"] = _content_text(copy["content"], f"{path}.content")
+            content = _content(copy["content"], f"{path}.content", reads_images)
+            check_role(role, content, f"{path}.content")
+            copy["content"] = content
         if copy.get("tool_calls"):
             copy["tool_calls"] = _tool_calls(copy["tool_calls"], f"{path}.tool_calls")
         elif "tool_calls" in copy:
@@ -51,26 +63,29 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     return normalized
 
 
-def _content_text(content: Any, path: str) -> str:
-    """Joins the text parts with newlines, as in vLLM."""
+def _content(content: Any, path: str, reads_images: bool) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     require_kind(isinstance(content, list), path, "a string, null or a list of parts", content)
-    texts = []
-    for i, part in enumerate(content):
-        text = part
-        if isinstance(part, dict):
-            kind = part.get("type", "text")
-            is_known = isinstance(kind, str) and kind in TEXT_KEYS
-            text = part.get(TEXT_KEYS[kind]) if is_known else None
-        if not isinstance(text, str):
-            raise InvalidParameterError(
-                f"{path}[{i}]",
-                f"must be a part of type text with its `text`: this model reads text only; got "
-                f"{shown(part)}",
-            )
-        texts.append(text)
-    return "\n".join(texts)
+    return one_content(
+        [_part(part, f"{path}[{i}]", reads_images) for i, part in enumerate(content)]
+    )
+
+
+def _part(part: Any, path: str, reads_images: bool) -> dict[str, Any]:
+    text = part
+    if isinstance(part, dict):
+        kind = kind_of(part)
+        is_known = isinstance(kind, str) and kind in TEXT_KEYS
+        text = part.get(TEXT_KEYS[kind]) if is_known else None
+        if reads_images and isinstance(kind, str) and kind in IMAGE_KEYS:
+            return read_image_part(part, kind, path)
+    if not isinstance(text, str):
+        kinds = "text with its `text`: this model reads text only"
+        if reads_images:
+            kinds = "text with its `text`, or an image"
+        raise InvalidParameterError(path, f"must be a part of type {kinds}; got {shown(part)}")
+    return text_part(text)
 
 
 def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
@@ -228,8 +243,8 @@ def with_instruction_for_user(messages: list[dict[str, Any]]) -> list[dict[str, 
     system, *others = with_one_instruction(messages)
     for i, message in enumerate(others):
         if message["role"] == "user":
-            text = f"{system['content']}\n\n{message.get('content', '')}"
-            return [*others[:i], {**message, "content": text}, *others[i + 1 :]]
+            content = joined([system["content"], message.get("content")], "\n\n")
+            return [*others[:i], {**message, "content": content}, *others[i + 1 :]]
     return [{"role": "user", "content": system["content"]}, *others]
 
 
@@ -237,14 +252,14 @@ def with_joined_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Serves templates in which user and assistant must alternate: neighbouring messages of the
     user become one, as in Anthropic's API.
     """
-    joined: list[dict[str, Any]] = []
+    merged: list[dict[str, Any]] = []
     for message in messages:
-        if message["role"] == "user" and joined and joined[-1]["role"] == "user":
-            texts = (joined[-1].get("content"), message.get("content"))
-            joined[-1] = {**joined[-1], "content": "\n\n".join(text for text in texts if text)}
+        if message["role"] == "user" and merged and merged[-1]["role"] == "user":
+            contents = [merged[-1].get("content"), message.get("content")]
+            merged[-1] = {**merged[-1], "content": joined(contents, "\n\n")}
         else:
-            joined.append(message)
-    return joined
+            merged.append(message)
+    return merged
 
 
 def with_one_call(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -297,7 +312,9 @@ def with_content_as_thinking(messages: list[dict[str, Any]]) -> list[dict[str, A
 def with_results_as_json(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Serves templates that write results of tools as JSON. They would quote text that is JSON."""
 
-    def value(content: str) -> Any:
+    def value(content: Any) -> Any:
+        if not isinstance(content, str):
+            return content  # with images
         try:
             found = json.loads(content)
         except (ValueError, RecursionError):

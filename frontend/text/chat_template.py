@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_files import check_model_file, read_json_if_exists
+from .chat_images import PlacedImage, images_of, with_parts_for_images
 from .chat_messages import INSTRUCTING, normalize_messages
 from .template_traits import TemplateTraits, find_traits
 
@@ -22,6 +23,8 @@ WITHOUT_TEMPLATE = (
     "it is a base model, or its template is missing. Let it continue a text, with `generate` or "
     "/v1/completions, or give a template, with `chat_template` or --chat-template FILE"
 )
+# A template that reads the parts of a content knows those of images.
+MENTIONS_PARTS = "image"
 # Limit on the CPU time of one rendering. A conversation of ten thousand messages takes 0.1 s.
 TIME_LIMIT_S = 1.0
 
@@ -88,20 +91,37 @@ def choose_template(
     return templates["default"]
 
 
-def render_chat(
+class RenderedChat(NamedTuple):
+    """A conversation as the text of a prompt."""
+
+    text: str
+    images: list[PlacedImage]  # in the order of their placeholders in the text
+
+
+def render_chat(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    """Returns the text of the prompt of a model that reads text only. `options`: see
+    render_with_images.
+    """
+    return render_with_images(template, messages, None, **options).text
+
+
+def render_with_images(
     template: str,
     messages: list[dict[str, Any]],
+    placeholder: str | None,
     *,
     tools: list[dict] | None = None,
     documents: list[dict] | None = None,
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
     variables: dict[str, Any] | None = None,
-) -> str:
-    """Returns the text of the prompt.
+) -> RenderedChat:
+    """Returns the text of the prompt, and its images.
 
-    `tools` is passed to the template as given: [] differs from None. With continue_final_message
-    the text ends where the last message's content ends, so that the model continues it.
+    `placeholder` stands for an image where the template writes none; None: the model reads text
+    only. `tools` is passed to the template as given: [] differs from None. With
+    continue_final_message the text ends where the last message's content ends, so that the model
+    continues it.
 
     Raises InvalidParameterError naming the place in `messages`, `tools` (if the template ignores
     them) or `chat_template`, with the template's own message if it raises one. Raises
@@ -111,16 +131,28 @@ def render_chat(
         raise InvalidParameterError(
             "continue_final_message", "cannot be combined with add_generation_prompt"
         )
-    messages = normalize_messages(messages)
-    if tools or any(
-        message["role"] in INSTRUCTING
-        or message.keys() & {"tool_calls", "reasoning_content"}
-        or "content" not in message
-        for message in messages
+    messages = normalize_messages(messages, reads_images=placeholder is not None)
+    if (
+        tools
+        or MENTIONS_PARTS in template
+        or any(
+            message["role"] in INSTRUCTING
+            or message.keys() & {"tool_calls", "reasoning_content"}
+            or "content" not in message
+            for message in messages
+        )
     ):
         messages, tools = _adapted(template, messages, tools)
+    if images := images_of(messages):
+        traits = template_traits(template)
+        messages = with_parts_for_images(
+            messages, traits.image_roles, placeholder or "", traits.text_parts
+        )
     if continue_final_message:
-        messages[-1]["content"] = (messages[-1].get("content") or "") + CONTINUE_MARK
+        content = messages[-1].get("content") or ""
+        messages[-1]["content"] = (
+            content + CONTINUE_MARK if isinstance(content, str) else _with_mark(content)
+        )
     text = _render(
         template,
         dict(
@@ -131,7 +163,15 @@ def render_chat(
             **(variables or {}),
         ),
     )
-    return _cut_at_mark(text) if continue_final_message else text
+    return RenderedChat(_cut_at_mark(text) if continue_final_message else text, images)
+
+
+def _with_mark(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the parts of a content with CONTINUE_MARK at the end of its text."""
+    *before, last = parts
+    if last["type"] != "text":
+        return [*parts, {"type": "text", "text": CONTINUE_MARK}]
+    return [*before, {**last, "text": last["text"] + CONTINUE_MARK}]
 
 
 def _render(template: str, variables: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from . import chat_messages as forms
+from .chat_images import with_text_parts
 
 Render = Callable[..., str]
 Messages = list[dict[str, Any]]
@@ -46,6 +47,7 @@ CALLING = {"role": "assistant", "tool_calls": [PROBE_CALL]}
 TWO_CALLS = {**CALLING, "tool_calls": [PROBE_CALL, {**PROBE_CALL, "id": PROBE_ID[::-1]}]}
 REASONING = "probe thought"
 REASONED = {**CALLING, "reasoning_content": REASONING, "reasoning": REASONING}
+IMAGE = {"type": "image"}
 RESULT = {
     "role": "tool",
     "tool_call_id": PROBE_ID,
@@ -72,6 +74,8 @@ class TemplateTraits(msgspec.Struct, frozen=True):
     reads_thinking: bool = False  # reasoning under this name only
     thinking_or_content: bool = False  # not both in a message with calls
     results_as_json: bool = False
+    text_parts: bool = False  # it reads the parts of a content and not its text
+    image_roles: frozenset[str] = frozenset()  # of messages whose images it writes
 
     def adapt_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         return forms.with_descriptions(tools) if tools and self.needs_descriptions else tools
@@ -103,6 +107,7 @@ CONVERSIONS: dict[str, Callable[[Messages], Messages]] = {
     "reads_thinking": forms.with_thinking,
     "thinking_or_content": forms.with_content_as_thinking,
     "results_as_json": forms.with_results_as_json,
+    "text_parts": with_text_parts,
 }
 
 
@@ -115,16 +120,53 @@ def find_traits(render: Render) -> TemplateTraits:
         except Exception:
             return ""
 
+    text_parts = _needs_text_parts(attempt)
+    if text_parts:
+        attempt = _in_parts(attempt)
     takes_tools = any(
         "probe_function" in attempt(messages, [PROBE_TOOL]) for messages in ([USER], [SYSTEM, USER])
     )
+    traits = TemplateTraits(takes_tools, writes_calls=False, text_parts=text_parts)
     traits = replace(
-        _traits_of_instructions(TemplateTraits(takes_tools, writes_calls=False), attempt),
+        _traits_of_instructions(traits, attempt),
         needs_descriptions=takes_tools
         and not attempt([USER], [BARE_TOOL])
         and "bare_function" in attempt([USER], forms.with_descriptions([BARE_TOOL])),
     )
-    return _traits_of_calls(traits, attempt)
+    traits = _traits_of_calls(traits, attempt)
+    return replace(traits, image_roles=_image_roles(traits, attempt))
+
+
+def _needs_text_parts(attempt: Render) -> bool:
+    text = USER["content"]
+    return text not in attempt([USER]) and text in attempt(with_text_parts([USER]))
+
+
+def _in_parts(attempt: Render) -> Render:
+    def attempt_in_parts(messages: Messages, tools: list[dict] | None = None) -> str:
+        return attempt(with_text_parts(messages), tools)
+
+    return attempt_in_parts
+
+
+def _image_roles(traits: TemplateTraits, attempt: Render) -> frozenset[str]:
+    """Returns the roles of messages whose images and texts it writes, each at its place."""
+
+    def takes_parts(before: Messages, message: dict[str, Any]) -> bool:
+        text = {"type": "text", "text": "probe caption"}
+        without, with_image = (
+            attempt(traits.adapt([*before, {**message, "content": content}]))
+            for content in ([text], [IMAGE, text])
+        )
+        # a template that knows no parts may write them as Python's or JSON's list
+        is_list = any(f"{q}{kind}{q}" in with_image for q in "'\"" for kind in ("text", "image"))
+        head, caption, _ = with_image.partition("probe caption")
+        return bool(caption) and not is_list and not without.startswith(head)
+
+    roles = {"user"} if takes_parts([], USER) else set()
+    if traits.writes_calls and takes_parts([USER, CALLING], RESULT):
+        roles.add("tool")
+    return frozenset(roles)
 
 
 def _traits_of_instructions(traits: TemplateTraits, attempt: Render) -> TemplateTraits:

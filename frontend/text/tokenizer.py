@@ -20,7 +20,12 @@ from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_files import check_model_file, read_json_if_exists
 from ...ipc.models.gguf import is_gguf, read_gguf
 from . import token_bounds, tokenizer_trial
-from .chat_template import choose_template, read_chat_templates, render_chat
+from .chat_template import (
+    RenderedChat,
+    choose_template,
+    read_chat_templates,
+    render_with_images,
+)
 
 REPLACEMENT = "\ufffd"
 # The byte tokens of byte-fallback vocabularies, such as "<0x0A>", in upper case.
@@ -151,35 +156,47 @@ class Tokenizer:
         return self.backend.id_to_token(token_id)
 
     def apply_chat_template(
+        self, messages: list[dict[str, Any]], *, tokenize: bool = True, **options: Any
+    ) -> str | list[int]:
+        """Returns the prompt of a conversation of text: token ids, or its text with tokenize=False.
+
+        `options` are those of render_chat.
+        """
+        if tokenize not in (True, False):
+            raise InvalidParameterError("tokenize", f"must be True or False, got {tokenize!r}")
+        text = self.render_chat(messages, None, **options).text
+        # The template has written the special tokens; adding them again would double the BOS.
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def render_chat(
         self,
         messages: list[dict[str, Any]],
+        placeholder: str | None,
+        /,
         *,
         tools: list[dict] | None = None,
         documents: list[dict] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
-        tokenize: bool = True,
         **variables: Any,
-    ) -> str | list[int]:
-        """Returns the prompt of a conversation: token ids, or its text with tokenize=False.
+    ) -> RenderedChat:
+        """Returns the text of the prompt of a conversation, and its images.
 
+        `placeholder` is what stands for an image in the model's prompts; None: it reads text only.
         `chat_template` is a template, or the name of one of the model's; by default the model's
         default template. `variables` are passed to the template.
         """
-        if tokenize not in (True, False):
-            raise InvalidParameterError("tokenize", f"must be True or False, got {tokenize!r}")
-        text = render_chat(
+        return render_with_images(
             choose_template(self.chat_templates, chat_template, with_tools=tools is not None),
             messages,
+            placeholder,
             tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables={**self.special_tokens_map, **variables},
         )
-        # The template has written the special tokens; adding them again would double the BOS.
-        return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
 def stored_chat_templates(directory: str | Path) -> dict[str, str]:

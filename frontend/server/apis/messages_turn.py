@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import StructuredOutputsParams
+from ...text.chat_images import base64_url, image_part, one_content, text_part
 from ..http.bodies import checked, known_fields, sent_as
 from ..http.call import HttpCall
 from ..http.errors import ApiError, invalid, missing, unsupported
@@ -25,6 +26,7 @@ from ..turns.sampling import sampling_params
 # The keys are internal parameter names, and the values the names in this API, for errors.
 NAMES = {
     "prompt": "messages",
+    "multi_modal_data": "messages",
     "stop": "stop_sequences",
     "structured_outputs": "output_config.format",
 }
@@ -118,7 +120,7 @@ def turn_of(state: ServerState, call: HttpCall, body: PromptBody, request_id: st
         structured_outputs=_structured_outputs(body.output_config),
         streams=body.stream if is_run else False,
     )
-    messages = plain_messages(body.system, body.messages)
+    messages = plain_messages(body.system, body.messages, state.reads_images)
     continues = messages[-1]["role"] == "assistant"
     if continues and messages[-1].get("tool_calls"):
         raise invalid(
@@ -261,7 +263,23 @@ class ToolUseBlock(AnthropicBlock, tag="tool_use"):
     input: dict[str, Any]
 
 
-class ImageBlock(AnthropicBlock, tag="image"): ...
+class Base64Source(msgspec.Struct, tag_field="type", tag="base64", kw_only=True):
+    media_type: str | None = None  # the data tell what they are
+    data: str
+
+
+class UrlSource(msgspec.Struct, tag_field="type", tag="url", kw_only=True):
+    url: str
+
+
+class FileSource(msgspec.Struct, tag_field="type", tag="file", kw_only=True):
+    """A file that was sent to Anthropic. Rejected."""
+
+    file_id: str | None = None
+
+
+class ImageBlock(AnthropicBlock, tag="image"):
+    source: Base64Source | UrlSource | FileSource | None = None
 
 
 class DocumentBlock(AnthropicBlock, tag="document"): ...
@@ -299,21 +317,24 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
 
 
 def plain_messages(
-    system: str | list[SystemBlock] | None, said: list[AnthropicMessage]
+    system: str | list[SystemBlock] | None,
+    said: list[AnthropicMessage],
+    reads_images: bool = False,
 ) -> list[dict[str, Any]]:
     """Returns messages for chat templates. A tool result becomes a message, and reasoning and calls
     belong to the message that contains them.
 
+    Contents are text, or parts if there are images, which only models that read them may have.
     Consecutive messages of the same role are merged, as in Anthropic's API; many templates reject
     them.
     """
-    messages: list[dict[str, Any]] = []  # with their texts in pieces at first
+    messages: list[dict[str, Any]] = []  # with their contents in parts at first
     if (
         text := system
         if isinstance(system, str)
         else "\n".join(block.text for block in _without_billing(system or []))
     ):
-        messages.append({"role": "system", "content": [text]})
+        messages.append({"role": "system", "content": [text_part(text)]})
     if not said:
         raise invalid("messages", "'messages' must have at least one message.", "empty_array")
     calls: set[str] = set()  # their ids
@@ -330,11 +351,15 @@ def plain_messages(
             else message.content
         )
         for j, block in enumerate(blocks):
-            _add(messages, message.role, block, f"messages[{i}].content[{j}]", calls)
+            where = f"messages[{i}].content[{j}]"
+            if isinstance(block, ImageBlock) and message.role == "user":
+                _last(messages, "user")["content"].append(_image(block, where, reads_images))
+            else:
+                _add(messages, message.role, block, where, calls, reads_images)
         if not blocks:
             _last(messages, message.role)
     for message in messages:
-        message["content"] = "\n".join(message["content"])
+        message["content"] = one_content(message["content"])
         if "reasoning_content" in message:
             message["reasoning_content"] = "".join(message["reasoning_content"])
     return messages
@@ -358,10 +383,15 @@ def _last(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
 
 
 def _add(
-    messages: list[dict[str, Any]], role: str, block: AnyBlock, where: str, calls: set[str]
+    messages: list[dict[str, Any]],
+    role: str,
+    block: AnyBlock,
+    where: str,
+    calls: set[str],
+    reads_images: bool,
 ) -> None:
     if isinstance(block, TextBlock):
-        _last(messages, role)["content"].append(block.text)
+        _last(messages, role)["content"].append(text_part(block.text))
     elif isinstance(block, ThinkingBlock) and role == "assistant":
         _last(messages, role).setdefault("reasoning_content", []).append(block.thinking)
     elif isinstance(block, ToolUseBlock) and role == "assistant":
@@ -378,10 +408,10 @@ def _add(
                 f"{where}.tool_use_id",
                 f"'{where}.tool_use_id' must be the id of a tool_use block of an earlier message.",
             )
-        content = [_result_text(block, where)]
+        content = _result(block, where, reads_images)
         messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-    elif isinstance(block, (ImageBlock, DocumentBlock)):
-        raise no_media(where, block)
+    elif isinstance(block, DocumentBlock) or (isinstance(block, ImageBlock) and not reads_images):
+        raise no_media(where, block, reads_images)
     elif isinstance(block, RedactedThinkingBlock):
         _last(messages, role)
     else:
@@ -392,24 +422,50 @@ def _add(
         )
 
 
-def _result_text(block: ToolResultBlock, where: str) -> str:
-    parts = (
+def _result(block: ToolResultBlock, where: str, reads_images: bool) -> list[dict[str, Any]]:
+    """Returns the parts of the result of a tool."""
+    given = (
         [TextBlock(text=block.content or "")]
         if not isinstance(block.content, list)
         else block.content
     )
-    texts: list[str] = []
-    for k, part in enumerate(parts):
-        if not isinstance(part, TextBlock):
-            raise no_media(f"{where}.content[{k}]", part)
-        texts.append(part.text)
-    text = "\n".join(texts)
-    # Templates have no field for errors.
-    return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
+    parts: list[dict[str, Any]] = []
+    for k, part in enumerate(given):
+        place = f"{where}.content[{k}]"
+        if isinstance(part, TextBlock):
+            parts.append(text_part(part.text))
+        elif isinstance(part, ImageBlock):
+            parts.append(_image(part, place, reads_images))
+        else:
+            raise no_media(place, part, reads_images)
+    if block.is_error:  # templates have no field for it
+        text, others = "", parts
+        if parts and parts[0]["type"] == "text":
+            text, *others = parts[0]["text"], *parts[1:]
+        if not text.lower().startswith("error"):
+            parts = [text_part(f"Error: {text}"), *others]
+    return parts
 
 
-def no_media(where: str, block: AnthropicBlock) -> ApiError:
+def _image(block: ImageBlock, where: str, reads_images: bool) -> dict[str, Any]:
+    """Returns the part of an image. Raises ApiError for a model that reads none."""
+    if not reads_images:
+        raise no_media(where, block, reads_images)
+    source, place = block.source, f"{where}.source"
+    if source is None:
+        raise missing(place)
+    if isinstance(source, FileSource):
+        raise unsupported(
+            f"{place}.file_id", f"'{place}' is a file of Anthropic's; send the image as base64."
+        )
+    if isinstance(source, UrlSource):
+        return image_part(source.url, f"{place}.url")
+    return image_part(base64_url(source.data), f"{place}.data")
+
+
+def no_media(where: str, block: AnthropicBlock, reads_images: bool) -> ApiError:
+    reads = "text and images" if reads_images else "text"
     return unsupported(
         f"{where}.type",
-        f"'{where}' is of the type {block.__struct_config__.tag}: this model reads text only.",
+        f"'{where}' is of the type {block.__struct_config__.tag}: this model reads {reads} only.",
     )

@@ -13,8 +13,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from ....ipc.messages import ImageItem
 from ....ipc.params import SamplingParams, StructuredOutputsParams
 from ...answer_format import detect
+from ...text.chat_images import base64_url, check_role, image_part, images_of, text_part
 from ..http.bodies import checked, known_fields, sent_as
 from ..http.call import HttpCall
 from ..http.errors import invalid, missing, unsupported
@@ -22,6 +24,7 @@ from ..state import ServerState
 from ..turns.answer_run import AnswerRun
 from ..turns.chat_turn import ChatTurn, prepare_chat, thinking_variables
 from ..turns.generation import GenerationJob, check_context
+from ..turns.image_preparation import prepare_images
 from ..turns.response_format import json_options
 from ..turns.sampling import MAX_LOGPROBS, Number, sampling_params
 from ..turns.tokenizing import tokenize_all
@@ -32,13 +35,14 @@ HUB_ADDRESS = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/")
 SAME = ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty")
 CHAT_NAMES = {
     "prompt": "messages",
+    "multi_modal_data": "messages",
     "structured_outputs": "format",
     "structured_outputs.json": "format",
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
     **{name: f"options.{name}" for name in (*SAME, "seed")},
 }
-GENERATE_NAMES = CHAT_NAMES | {"prompt": "prompt"}
+GENERATE_NAMES = CHAT_NAMES | {"prompt": "prompt", "multi_modal_data": "images"}
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
@@ -93,7 +97,7 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None  # in base64
     tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -138,11 +142,11 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
+    images: list[str] | None = None  # in base64
     # rejected
     suffix: str | None = None
     template: str | None = None
     context: list[int] | None = None
-    images: list[Any] | None = None
 
 
 def check_body(state: ServerState, call: HttpCall, body: OllamaBody) -> str:
@@ -202,7 +206,7 @@ async def prepare_ollama_chat(
     state: ServerState, call: HttpCall, body: OllamaChatBody, request_id: str
 ) -> AnswerRun:
     messages = [
-        _message(message, f"messages[{i}]") for i, message in enumerate(body.messages or ())
+        _message(state, message, f"messages[{i}]") for i, message in enumerate(body.messages or ())
     ]
     turn = _turn(state, call, request_id, messages, sampling(state, body), body)
     if body.tools is not None:
@@ -239,15 +243,15 @@ def _turn(
     )
 
 
-def _message(given: OllamaMessage, where: str) -> dict[str, Any]:
+def _message(state: ServerState, given: OllamaMessage, where: str) -> dict[str, Any]:
     if given.role not in ("system", "user", "assistant", "tool"):
         raise invalid(
             f"{where}.role",
             f"'{where}.role' must be system, user, assistant or tool, got {given.role!r:.40}.",
         )
-    if given.images:
-        raise unsupported(f"{where}.images", f"'{where}.images': this model reads text only.")
-    message: dict[str, Any] = {"role": given.role, "content": given.content or ""}
+    content = _content(state, given.content or "", given.images, f"{where}.images")
+    check_role(given.role, content, f"{where}.images")
+    message: dict[str, Any] = {"role": given.role, "content": content}
     if given.thinking:
         message["reasoning_content"] = given.thinking
     if given.tool_calls:
@@ -266,11 +270,22 @@ def _message(given: OllamaMessage, where: str) -> dict[str, Any]:
     return message
 
 
+def _content(
+    state: ServerState, text: str, images: list[str] | None, where: str
+) -> str | list[dict[str, Any]]:
+    """Returns the content of a message, whose images stand before its text, as in Ollama."""
+    if not images:
+        return text
+    if not state.reads_images:
+        raise unsupported(where, f"'{where}': this model reads text only.")
+    parts = [image_part(base64_url(data), f"{where}[{i}]") for i, data in enumerate(images)]
+    return [*parts, text_part(text)] if text else parts
+
+
 async def prepare_generate(
     state: ServerState, call: HttpCall, body: OllamaGenerateBody, request_id: str
 ) -> AnswerRun:
-    if body.images:
-        raise unsupported("images", "'images': this model reads text only.")
+    content = _content(state, body.prompt or "", body.images, "images")
     if body.suffix:
         raise unsupported(
             "suffix", "This model cannot fill in the middle: 'suffix' is not supported."
@@ -287,7 +302,7 @@ async def prepare_generate(
     if body.raw or not state.template_text:  # a base model continues the prompt
         if body.system and not body.raw:
             call.ignored_params.append("system")
-        return await _prepare_raw(state, call, body.prompt or "", params, request_id)
+        return await _prepare_raw(state, call, content, body.prompt or "", params, request_id)
     system = [{"role": "system", "content": body.system}] if body.system else []
     return await prepare_chat(
         state,
@@ -296,7 +311,7 @@ async def prepare_generate(
             state,
             call,
             request_id,
-            [*system, {"role": "user", "content": body.prompt}],
+            [*system, {"role": "user", "content": content if body.images else body.prompt}],
             params,
             body,
         ),
@@ -304,14 +319,27 @@ async def prepare_generate(
 
 
 async def _prepare_raw(
-    state: ServerState, call: HttpCall, prompt: str, params: SamplingParams, request_id: str
+    state: ServerState,
+    call: HttpCall,
+    content: str | list[dict[str, Any]],
+    prompt: str,
+    params: SamplingParams,
+    request_id: str,
 ) -> AnswerRun:
-    """Uses the prompt and the output unmodified, without a template."""
-    [token_ids] = await tokenize_all(
-        state, call, [prompt], param=GENERATE_NAMES["prompt"], must_fit=True
-    )
+    """Uses the prompt and the output unmodified, without a template. The prompt has a placeholder
+    for each image of `content`.
+    """
+    items: list[ImageItem] = []
+    if images := images_of([{"role": "user", "content": content}]):
+        token_ids, items = await prepare_images(
+            state, call, prompt, images, GENERATE_NAMES, add_special_tokens=True
+        )
+    else:
+        [token_ids] = await tokenize_all(
+            state, call, [prompt], param=GENERATE_NAMES["prompt"], must_fit=True
+        )
     check_context(state, token_ids, params, GENERATE_NAMES)
-    job = GenerationJob(request_id, token_ids, params, prompt, names=GENERATE_NAMES)
+    job = GenerationJob(request_id, token_ids, params, prompt, names=GENERATE_NAMES, images=items)
     return AnswerRun(state, call, [job], detect(None).parser)
 
 

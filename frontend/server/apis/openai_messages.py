@@ -10,18 +10,25 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from ...text.chat_images import image_part, one_content, text_part
 from ..http.call import HttpCall
 from ..http.errors import invalid, missing, unsupported
 from ..turns.response_format import check_name
 
 
-class ContentPart(msgspec.Struct, kw_only=True):
-    """A piece of a message. This server's models read text only."""
+class ImageUrl(msgspec.Struct, kw_only=True):
+    url: str
+    detail: str | None = None  # images are read in the size that the model takes
 
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """A piece of a message. Models that read images take those too."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal", "image_url"]})]
     text: str | None = None
     refusal: str | None = None
-    image_url: Any = None
+    image_url: str | ImageUrl | None = None
+    uuid: str | None = None  # vLLM's id of an image, which is found by its content here
     input_audio: Any = None
     file: Any = None
     prompt_cache_breakpoint: dict[str, Any] | None = None
@@ -97,8 +104,11 @@ OpenAIMessage = (
 )
 
 
-def plain_messages(messages: list[OpenAIMessage], call: HttpCall) -> list[dict[str, Any]]:
-    """Returns the messages for ChatTurn, as dicts with text contents and without absent fields.
+def plain_messages(
+    messages: list[OpenAIMessage], call: HttpCall, reads_images: bool = False
+) -> list[dict[str, Any]]:
+    """Returns the messages for ChatTurn, as dicts without absent fields. Their contents are text,
+    or parts if there are images, which only models that read them may have.
 
     Raises ApiError with the path of the invalid field.
     """
@@ -113,11 +123,11 @@ def plain_messages(messages: list[OpenAIMessage], call: HttpCall) -> list[dict[s
                 "The role 'function' is deprecated; use 'tool'.",
             )
         if isinstance(message, AssistantMessage):
-            plain.append(_assistant(message, where, call))
+            plain.append(_assistant(message, where, call, reads_images))
             continue
         fields: dict[str, Any] = {
             "role": message.__struct_config__.tag,
-            "content": _text(message.content, where, call),
+            "content": _content(message, where, call, reads_images),
         }
         if isinstance(message, ToolMessage):
             fields["tool_call_id"] = message.tool_call_id
@@ -127,7 +137,9 @@ def plain_messages(messages: list[OpenAIMessage], call: HttpCall) -> list[dict[s
     return plain
 
 
-def _assistant(message: AssistantMessage, where: str, call: HttpCall) -> dict[str, Any]:
+def _assistant(
+    message: AssistantMessage, where: str, call: HttpCall, reads_images: bool
+) -> dict[str, Any]:
     if message.function_call is not None:
         raise unsupported(
             f"{where}.function_call",
@@ -137,17 +149,17 @@ def _assistant(message: AssistantMessage, where: str, call: HttpCall) -> dict[st
         raise unsupported(
             f"{where}.audio", "This model reads text only: a message cannot refer to audio."
         )
-    content = message.content if message.content is not None else message.refusal
+    has_content = message.content is not None or message.refusal is not None
     reasoning = (
         message.reasoning_content if message.reasoning_content is not None else message.reasoning
     )
-    if content is None and reasoning is None and not message.tool_calls:
+    if not has_content and reasoning is None and not message.tool_calls:
         raise missing(f"{where}.content")
     fields: dict[str, Any] = {
         "role": "assistant",
-        "content": None if content is None else _text(content, where, call, may_refuse=True),
+        "content": _content(message, where, call, reads_images) if has_content else None,
     }
-    if content is None and not message.tool_calls:
+    if not has_content and not message.tool_calls:
         fields["content"] = ""
     if reasoning is not None:
         fields["reasoning_content"] = reasoning
@@ -173,26 +185,50 @@ def _tool_call(made: ToolCallParam, where: str) -> dict[str, Any]:
     return {"type": "function", "function": function} | ({} if made.id is None else {"id": made.id})
 
 
-def _text(content: MessageContent, where: str, call: HttpCall, *, may_refuse: bool = False) -> str:
-    """Joins text parts by newlines, as vLLM does."""
-    if isinstance(content, str):
-        return content
-    texts = []
+def _content(
+    message: SystemMessage | UserMessage | AssistantMessage | ToolMessage,
+    where: str,
+    call: HttpCall,
+    reads_images: bool,
+) -> str | list[dict[str, Any]]:
+    content, may_refuse = message.content, isinstance(message, AssistantMessage)
+    if content is None and isinstance(message, AssistantMessage):
+        content = message.refusal
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[dict[str, Any]] = []
     for i, part in enumerate(content):
         path = f"{where}.content[{i}]"
         if part.type == "refusal" and may_refuse:
-            texts.append(_required(part.refusal, f"{path}.refusal"))
+            parts.append(text_part(_required(part.refusal, f"{path}.refusal")))
         elif part.type == "text":
-            texts.append(_required(part.text, f"{path}.text"))
+            parts.append(text_part(_required(part.text, f"{path}.text")))
+        elif part.type == "image_url" and reads_images:
+            if not isinstance(message, (UserMessage, ToolMessage)):
+                problem = "Only messages of the user and results of tools can have images."
+                raise unsupported(f"{path}.type", problem)
+            parts.append(_image(part, path, call))
         else:
+            reads = "text and images" if reads_images else "text"
             raise unsupported(
                 f"{path}.type",
-                f"This model reads text only: a content part of type {part.type!r:.40} is not "
+                f"This model reads {reads} only: a content part of type {part.type!r:.40} is not "
                 f"supported.",
             )
         if part.prompt_cache_breakpoint is not None:
             call.ignored_params.append(f"{path}.prompt_cache_breakpoint")
-    return "\n".join(texts)
+    return one_content(parts)
+
+
+def _image(part: ContentPart, path: str, call: HttpCall) -> dict[str, Any]:
+    url, place = part.image_url, f"{path}.image_url"
+    if url is None:
+        raise missing(place)
+    if isinstance(url, ImageUrl):
+        if url.detail not in (None, "auto"):
+            call.ignored_params.append(f"{place}.detail")
+        url, place = url.url, f"{place}.url"
+    return image_part(url, place, part.uuid)
 
 
 def _required(text: str | None, path: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ...text.chat_images import check_role, image_part, joined, one_content, text_part
 from ..http.errors import ApiError, invalid, missing, unsupported
 from .responses_tools import INPUT, called_name
 
@@ -33,13 +34,18 @@ SUMMARY_MARK = "quire-summary:"
 
 
 class ItemPart(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A piece of content: input_text, output_text, refusal, reasoning_text or summary_text."""
+    """A piece of content: input_text, input_image, output_text, refusal, reasoning_text or
+    summary_text.
+    """
 
     type: str
     text: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    image_url: str | None = None
+    file_id: str | None = None  # a file of OpenAI's; rejected
+    detail: str | None = None  # images are read in the size that the model takes
 
 
 class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -102,9 +108,12 @@ def messages_of(
     items: list[Item],
     num_earlier: int = 0,
     earlier: str = "previous_response_id",
+    *,
+    reads_images: bool = False,
 ) -> list[dict[str, Any]]:
     """Returns messages for chat templates. Reasoning and calls are merged into the adjacent
-    assistant message.
+    assistant message. Contents are text, or parts if there are images, which only models that read
+    them may have.
 
     The first `num_earlier` items do not come from the body's `input` but from what its field
     `earlier` refers to.
@@ -119,6 +128,7 @@ def messages_of(
             item,
             f"input[{i - num_earlier}]" if i >= num_earlier else earlier,
             calls,
+            reads_images,
         )
     if not items:
         raise invalid("input", "'input' must have at least one item.", "empty_array")
@@ -142,10 +152,12 @@ def _required(value: str | None, where: str) -> str:
     return value
 
 
-def _add(messages: list[dict[str, Any]], item: Item, where: str, calls: set[str]) -> None:
+def _add(
+    messages: list[dict[str, Any]], item: Item, where: str, calls: set[str], reads_images: bool
+) -> None:
     last: dict[str, Any] = messages[-1] if messages else {"role": ""}
     if item.type == "message":
-        _add_message(messages, last, item, where)
+        _add_message(messages, last, item, where, reads_images)
     elif item.type == "reasoning":
         thought = "\n".join(
             part.text or ""
@@ -170,7 +182,7 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str, calls: set[str]
             raise invalid(f"{where}.call_id", f"'{where}.call_id' must be that of an earlier call.")
         if item.output is None:
             raise missing(f"{where}.output")
-        content = _text(item.output, f"{where}.output")
+        content = _content(item.output, f"{where}.output", reads_images)
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
     elif item.type == "compaction":
         text = item.encrypted_content or ""
@@ -181,7 +193,7 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str, calls: set[str]
             )
         summary = f"Summary of the conversation so far:\n{text.removeprefix(SUMMARY_MARK)}"
         if last["role"] == "user":
-            last["content"] += f"\n\n{summary}"
+            last["content"] = joined([last["content"], summary], "\n\n")
         else:
             messages.append({"role": "user", "content": summary})
     else:
@@ -193,7 +205,11 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str, calls: set[str]
 
 
 def _add_message(
-    messages: list[dict[str, Any]], last: dict[str, Any], item: Item, where: str
+    messages: list[dict[str, Any]],
+    last: dict[str, Any],
+    item: Item,
+    where: str,
+    reads_images: bool,
 ) -> None:
     if item.role not in ("user", "assistant", "system", "developer"):
         raise invalid(
@@ -201,7 +217,8 @@ def _add_message(
         )
     if item.content is None:
         raise missing(f"{where}.content")
-    text = _text(item.content, f"{where}.content")
+    content = _content(item.content, f"{where}.content", reads_images)
+    check_role(item.role, content, f"{where}.content")
     role = "system" if item.role == "developer" else item.role  # templates use the older name
     if (
         role == "assistant"
@@ -209,9 +226,9 @@ def _add_message(
         and not last["content"]
         and "tool_calls" not in last
     ):
-        last["content"] = text  # belongs to the preceding reasoning
+        last["content"] = content  # belongs to the preceding reasoning
     else:
-        messages.append({"role": role, "content": text})
+        messages.append({"role": role, "content": content})
 
 
 def _arguments(item: Item, where: str) -> dict[str, Any]:
@@ -229,18 +246,33 @@ def _arguments(item: Item, where: str) -> dict[str, Any]:
     return found
 
 
-def _text(content: str | list[ItemPart], where: str) -> str:
+def _content(
+    content: str | list[ItemPart], where: str, reads_images: bool
+) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
-    texts = []
+    parts = []
     for j, part in enumerate(content):
+        place = f"{where}[{j}]"
+        if part.type == "input_image" and reads_images:
+            parts.append(_image(part, place))
+            continue
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in ("input_text", "output_text", "text", "refusal"):
+            reads = "text and images" if reads_images else "text"
             raise unsupported(
-                f"{where}[{j}].type",
-                f"'{where}[{j}]' is of the type {part.type!r:.40}: this model reads text only.",
+                f"{place}.type",
+                f"'{place}' is of the type {part.type!r:.40}: this model reads {reads} only.",
             )
         if text is None:
-            raise missing(f"{where}[{j}].{'refusal' if part.type == 'refusal' else 'text'}")
-        texts.append(text)
-    return "\n".join(texts)
+            raise missing(f"{place}.{'refusal' if part.type == 'refusal' else 'text'}")
+        parts.append(text_part(text))
+    return one_content(parts)
+
+
+def _image(part: ItemPart, place: str) -> dict[str, Any]:
+    if part.image_url is None and part.file_id is not None:
+        raise unsupported(
+            f"{place}.file_id", f"'{place}' is a file of OpenAI's; send the image in 'image_url'."
+        )
+    return image_part(_required(part.image_url, f"{place}.image_url"), f"{place}.image_url")

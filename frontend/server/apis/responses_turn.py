@@ -26,6 +26,7 @@ from .responses_tools import CheckedTools, ResponsesToolChoice, SentResponsesToo
 # The keys are internal parameter names, and the values the names in this API, for errors.
 NAMES = {
     "prompt": "input",
+    "multi_modal_data": "input",
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "structured_outputs": "text.format",
@@ -197,6 +198,7 @@ def turn_of(
             items,
             num_earlier,
             "previous_response_id" if body.conversation is None else "conversation",
+            reads_images=state.reads_images,
         ),
         params,
         body.max_output_tokens,

@@ -42,6 +42,7 @@ LIMITS = {
     "instructions": FieldLimit(50_000, None),
     "documents": FieldLimit(50_000, None),
     "tools": FieldLimit(50_000, 4 * 2**20),
+    "images": FieldLimit(max_bytes=None),
     "prompt": FieldLimit(1_000_000, None),
     "tokens": FieldLimit(1_000_000, None),
     "allowed_token_ids": FieldLimit(500_000, 8 * 2**20),

@@ -105,6 +105,7 @@ def chat_turn(state: ServerState, call: HttpCall, body: ChatBody) -> ChatTurn:
     )
     names = field_names(body) | {
         "prompt": "messages",
+        "multi_modal_data": "messages",
         "prompt_token_ids": "messages",
         "logprobs": "top_logprobs",
         "strict": "tools.function.strict",
@@ -132,7 +133,7 @@ def chat_turn(state: ServerState, call: HttpCall, body: ChatBody) -> ChatTurn:
         )
     return ChatTurn(
         request_id=f"chatcmpl-{call.suffix}",
-        messages=plain_messages(body.messages, call),
+        messages=plain_messages(body.messages, call, state.reads_images),
         params=params,
         max_tokens=max_tokens,
         tools=tools,

@@ -35,10 +35,9 @@ def routes(state: ServerState) -> list[ApiRoute]:
         body, call = await read_body(request, state.server_config, PromptBody), call_of(request)
         state.check_model(body.model)
         with renaming(NAMES):
-            _, token_ids = await render_turn(
-                state, call, turn_of(state, call, body, f"msg_{call.suffix}")
-            )
-        return JsonAnswer({"input_tokens": len(token_ids)})
+            turn = turn_of(state, call, body, f"msg_{call.suffix}")
+            rendered = await render_turn(state, call, turn)
+        return JsonAnswer({"input_tokens": len(rendered.token_ids)})
 
     return [
         ApiRoute("/v1/messages", create, body=MessagesBody, answer=dict[str, Any], streams=EVENTS),

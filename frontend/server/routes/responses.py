@@ -144,8 +144,9 @@ class ResponsesApi:
         tools = checked_tools(body.tools, body.tool_choice)
         with renaming(NAMES):
             turn = turn_of(self._state, call, body, new_response_id(), tools, items, num_earlier)
-            _, token_ids = await render_turn(self._state, call, turn)
-        return JsonAnswer({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+            rendered = await render_turn(self._state, call, turn)
+        num_tokens = len(rendered.token_ids)
+        return JsonAnswer({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     def _conversation(self, call: HttpCall, body: ResponsesBody) -> tuple[list[Item], int]:
         """Returns all items of the conversation, those of earlier turns first, and the number of

@@ -175,7 +175,7 @@ async def _token_ids(state: ServerState, call: HttpCall, body: TokenizeBody) -> 
     continues = bool(body.continue_final_message)
     turn = ChatTurn(
         request_id=call.request_id,
-        messages=plain_messages(body.messages, call),
+        messages=plain_messages(body.messages, call, state.reads_images),
         params=SamplingParams(),
         tools=tools,
         template_variables=checked_variables(body.chat_template_kwargs),
@@ -184,8 +184,7 @@ async def _token_ids(state: ServerState, call: HttpCall, body: TokenizeBody) -> 
         else body.add_generation_prompt,
         continue_final_message=continues,
     )
-    text, token_ids = await render_turn(state, call, turn)
-    if not body.add_special_tokens:
-        return token_ids
-    [token_ids] = await tokenize_all(state, call, [text], param="messages", must_fit=False)
-    return token_ids
+    rendered = await render_turn(
+        state, call, turn, add_special_tokens=bool(body.add_special_tokens)
+    )
+    return rendered.token_ids

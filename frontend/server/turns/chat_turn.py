@@ -10,21 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ....ipc.json_schemas import OPEN_KEYWORDS, closed_schema
+from ....ipc.messages import ImageItem
 from ....ipc.params import SamplingParams
 from ...answer_format import AnswerFormat
+from ...text.chat_images import images_of, num_characters_of
 from ...text.chat_messages import normalize_messages
-from ...text.chat_template import ChatTemplateTimeError, template_variables
+from ...text.chat_template import ChatTemplateTimeError, RenderedChat, template_variables
 from ..admission import in_turn
 from ..http.call import HttpCall
-from ..http.errors import invalid
+from ..http.errors import invalid, renaming
 from ..state import ServerState
 from .answer_run import AnswerRun
 from .generation import GenerationJob, check_context, check_room
+from .image_preparation import prepare_images
 from .response_format import JsonOptions
 from .tokenizing import LONG_TEXT, check_num_characters, tokenize_all
 
@@ -52,7 +55,9 @@ class ChatTurn:
     continue_final_message: bool = False
     priority: int = 0
     cache_salt: str | None = None
-    names: dict[str, str] = field(default_factory=lambda: {"prompt": "messages"})
+    names: dict[str, str] = field(
+        default_factory=lambda: {"prompt": "messages", "multi_modal_data": "messages"}
+    )
     json: JsonOptions = field(
         default_factory=JsonOptions
     )  # for call arguments constrained by a grammar
@@ -131,7 +136,7 @@ async def prepare_chat(state: ServerState, call: HttpCall, turn: ChatTurn) -> An
     Raises ApiError or InvalidParameterError before the engine is called.
     """
     format, params = state.answer_format, turn.params
-    text, token_ids = await render_turn(
+    text, token_ids, images = await render_turn(
         state, call, turn, must_fit=turn.params.truncate_prompt_tokens is None
     )
     params = format.adapt(params)
@@ -141,7 +146,7 @@ async def prepare_chat(state: ServerState, call: HttpCall, turn: ChatTurn) -> An
     before = format.prompt_before(text, turn.continued_text)
     params, names = shape_answer(format, turn, params, before, call)
     job = GenerationJob(
-        turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, names
+        *(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, names, images)
     )
     make_parser = partial(
         format.parser,
@@ -197,10 +202,23 @@ def _constrained(turn: ChatTurn) -> list[dict[str, Any]]:
     return tools
 
 
+class RenderedTurn(NamedTuple):
+    """The prompt of a turn."""
+
+    text: str
+    token_ids: list[int]  # with those of the images
+    images: list[ImageItem]
+
+
 async def render_turn(
-    state: ServerState, call: HttpCall, turn: ChatTurn, *, must_fit: bool = False
-) -> tuple[str, list[int]]:
-    """Returns the prompt of a turn as text and as token ids.
+    state: ServerState,
+    call: HttpCall,
+    turn: ChatTurn,
+    *,
+    must_fit: bool = False,
+    add_special_tokens: bool = False,
+) -> RenderedTurn:
+    """Returns the prompt of a turn.
 
     Raises ApiError 400: with `must_fit` for a prompt that certainly exceeds the model's context,
     else for one that exceeds the limit of tokenizing.py.
@@ -213,44 +231,51 @@ async def render_turn(
     if turn.wants_tools:
         state.answer_format.require_tools()
 
-    def render() -> str:
-        text = tokenizer.apply_chat_template(
+    placeholder = None
+    if state.reads_images:
+        inputs = state.ready_engine().images
+        placeholder = inputs.placeholder
+        with renaming(turn.names):
+            inputs.check_number(len(images_of(turn.messages)))
+
+    def render() -> RenderedChat:
+        return tokenizer.render_chat(
             turn.messages,
+            placeholder,
             tools=turn.shown_tools(),
             documents=turn.documents,
             chat_template=state.chat_template,
             add_generation_prompt=turn.add_generation_prompt,
             continue_final_message=turn.continue_final_message,
-            tokenize=False,
             **(state.server_config.chat_template_kwargs | turn.template_variables),
         )
-        assert isinstance(text, str)  # tokenize=False
-        return text
 
-    num_characters = sum(
-        len(m["content"])
-        for m in turn.messages
-        if isinstance(m, dict) and isinstance(m.get("content"), str)
-    )
+    num_characters = num_characters_of(turn.messages)
     if not must_fit:
         check_num_characters(num_characters, turn.names["prompt"], state.max_model_len)
     is_long = num_characters + 100 * (len(turn.messages) + len(turn.tools or ())) >= LONG_TEXT
-    text = None if is_long else _render_at_once(render)
-    if text is None:
-        text = await in_turn(state.work_turns, call, render)
+    rendered = None if is_long else _render_at_once(render)
+    if rendered is None:
+        rendered = await in_turn(state.work_turns, call, render)
+    if rendered.images:
+        token_ids, items = await prepare_images(
+            *(state, call, rendered.text, rendered.images, turn.names),
+            add_special_tokens=add_special_tokens,
+        )
+        return RenderedTurn(rendered.text, token_ids, items)
     [token_ids] = await tokenize_all(
         state,
         call,
-        [text],
-        add_special_tokens=False,
+        [rendered.text],
+        add_special_tokens=add_special_tokens,
         param=turn.names["prompt"],
         must_fit=must_fit,
     )
-    return text, token_ids
+    return RenderedTurn(rendered.text, token_ids, [])
 
 
-def _render_at_once(render: Callable[[], str]) -> str | None:
-    """Returns the text, or None if the template takes so long that it would block the loop."""
+def _render_at_once(render: Callable[[], RenderedChat]) -> RenderedChat | None:
+    """Returns the prompt, or None if the template takes so long that it would block the loop."""
     from ...text.template_sandbox import time_limit  # imports jinja2
 
     try:

@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from ....ipc.errors import InvalidParameterError
+from ....ipc.messages import ImageItem
 from ....ipc.params import PoolingParams, SamplingParams
 from ...clients.client import QUARANTINED
 from ...outputs import RequestMetrics, RequestOutput
 from ...pooling_outputs import AnyOutput
+from ...requests.prompts import IMAGES, PreparedImages
 from ..http.call import HttpCall
 from ..http.errors import (
     ENDS,
@@ -51,6 +53,7 @@ class GenerationJob:
     priority: int = 0
     cache_salt: str | None = None
     names: dict[str, str] = field(default_factory=dict)
+    images: list[ImageItem] = field(default_factory=list)  # whose tokens are among the ids
 
 
 def check_context(
@@ -114,6 +117,7 @@ async def run(
         {"prompt_token_ids": job.token_ids}
         | ({"prompt": job.text} if job.text is not None else {})
         | ({"cache_salt": salt} if salt else {})
+        | ({IMAGES: PreparedImages(job.images)} if job.images else {})
     )
     last = None
     metrics: list[RequestMetrics] = []

@@ -1,0 +1,126 @@
+"""ImageInputs: the images of prompts, counted, prepared for the encoder and given their tokens.
+
+Must not know: messages, the engine, how an image is read or resized (frontend/images).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...ipc.checks import require
+from ...ipc.config import EngineConfig
+from ...ipc.errors import InvalidParameterError
+from ...ipc.messages import ImageItem
+from ..text.tokenizer import Tokenizer
+from .prompts import IMAGES, GivenImages
+
+if TYPE_CHECKING:
+    from ..images.media import ImageSource
+
+MAX_IMAGES = 16  # in a prompt, unless limit_mm_per_prompt says otherwise
+Prepared = tuple[list[int], list[ImageItem]]
+
+
+class Preparer(Protocol):
+    """frontend.images.ImagePreparer, or what takes its place."""
+
+    @property
+    def placeholder(self) -> str: ...
+
+    def prepare(
+        self,
+        prompt: str | list[int],
+        sources: Sequence[ImageSource],
+        *,
+        add_special_tokens: bool = True,
+        kwargs: dict[str, Any] | None = None,
+    ) -> Prepared: ...
+
+    async def prepare_async(
+        self,
+        prompt: str | list[int],
+        sources: Sequence[ImageSource],
+        *,
+        add_special_tokens: bool = True,
+        kwargs: dict[str, Any] | None = None,
+    ) -> Prepared: ...
+
+
+class ImageInputs:
+    """One instance per frontend. Threads may share it.
+
+    `make_preparer` is called when it is first needed.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        make_preparer: Callable[[EngineConfig, Tokenizer | None], Preparer] | None = None,
+    ):
+        self._config = config
+        self._tokenizer = tokenizer
+        self._make_preparer = make_preparer or _own_preparer
+
+    @property
+    def reads_images(self) -> bool:
+        return self._config.model_config.vision is not None
+
+    @property
+    def placeholder(self) -> str | None:
+        """What stands for an image in the text of a prompt; None: the model reads text only."""
+        return self._preparer.placeholder if self.reads_images else None
+
+    @cached_property
+    def _preparer(self) -> Preparer:
+        return self._make_preparer(self._config, self._tokenizer)
+
+    def require_vision(self, name: str) -> None:
+        """Raises InvalidParameterError that names `name` for a model that reads text only."""
+        require(self.reads_images, name, "must be empty: this model reads text only")
+
+    def check_number(self, num_images: int) -> None:
+        """Raises InvalidParameterError for more images than a prompt may have, or for one that the
+        model does not read.
+        """
+        if not num_images:
+            return
+        self.require_vision(IMAGES)
+        most = self._config.multimodal_config.limit_mm_per_prompt.get("image", MAX_IMAGES)
+        if num_images > most:
+            raise InvalidParameterError(
+                IMAGES, f"must have at most {most} images (limit_mm_per_prompt), got {num_images}"
+            )
+
+    def prepare(self, prompt: str | list[int], given: GivenImages) -> Prepared:
+        """Returns the ids of a prompt, which has a placeholder for each image, with those of the
+        images, and the items for the engine.
+
+        Blocks while images are fetched, read and resized. Raises InvalidParameterError.
+        """
+        self.check_number(len(given.images))
+        return self._preparer.prepare(prompt, _sources(given), **_options(given))
+
+    async def prepare_async(self, prompt: str | list[int], given: GivenImages) -> Prepared:
+        """Does the same in threads."""
+        self.check_number(len(given.images))
+        return await self._preparer.prepare_async(prompt, _sources(given), **_options(given))
+
+
+def _sources(given: GivenImages) -> list[ImageSource]:
+    from ..images.media import ImageSource
+
+    return [ImageSource(image.picture, image.place) for image in given.images]
+
+
+def _options(given: GivenImages) -> dict[str, Any]:
+    return {"add_special_tokens": given.add_special_tokens, "kwargs": given.processor_kwargs}
+
+
+def _own_preparer(config: EngineConfig, tokenizer: Tokenizer | None) -> Preparer:
+    from ..images.images import ImagePreparer
+
+    assert config.model_config.vision is not None  # of a model that reads images
+    return ImagePreparer(config, config.model_config.vision, tokenizer)

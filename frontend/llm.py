@@ -126,7 +126,7 @@ class LLM(BlockingCalls):
         if tokenization_kwargs is not None:
             vllm_arguments.require_nothing(tokenization_kwargs=tokenization_kwargs)
         if mm_processor_kwargs:
-            self.session.input_processor.images.require_vision("mm_processor_kwargs")
+            self.llm_engine.images.require_vision("mm_processor_kwargs")
             prompts = with_processor_kwargs(prompt_list(prompts), mm_processor_kwargs)
         with self._turn:
             self._require_idle()
@@ -357,7 +357,7 @@ class LLM(BlockingCalls):
             "continue_final_message": continue_final_message,
             **(chat_template_kwargs or {}),
         }
-        placeholder = self.session.input_processor.images.placeholder
+        placeholder = self.llm_engine.images.placeholder
         prompts: list[Prompt] = []
         for conversation in _conversations(messages):
             text, images = tokenizer.render_chat(conversation, placeholder, **options)

@@ -18,6 +18,7 @@ from .clients.connect import TokenizerLoad, connect
 from .engine_args import EngineArgs
 from .engine_calls import BlockingCalls
 from .pooling_outputs import AnyOutput, PoolingRequestOutput
+from .requests.image_inputs import ImageInputs
 from .requests.prompts import Prompt
 from .session import RequestSession
 
@@ -97,6 +98,11 @@ class LLMEngine(BlockingCalls):
         if lora_request is not None and lora_request.load_inplace:
             self.add_lora(lora_request)
         self.session.submit(request, trace_headers)
+
+    @property
+    def images(self) -> ImageInputs:
+        """What prepares the images of prompts."""
+        return self.session.input_processor.images
 
     def step(self) -> list[AnyOutput]:
         """Waits for the engine's next outputs and returns them by request: RequestOutput, or

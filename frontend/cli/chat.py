@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TextIO
 
 from ...ipc.errors import InvalidParameterError
+from .attachments import leading_images
 from .chat_commands import COMMANDS, Commands
 from .chat_terminal import (
     MarkdownDisplay,
@@ -32,20 +34,21 @@ from .session import (
 )
 from .sources import naming_sources
 
-USAGE = "[MODEL] [--system TEXT] [sampling flags] [engine flags]"
+USAGE = "[MODEL] [--system TEXT] [--image FILE] [sampling flags] [engine flags]"
 DESCRIPTION = (
     "Chats with the model. /help lists the commands, /exit or Ctrl-D exits, Ctrl-C stops the "
-    "answer. From a pipe: one turn per line, and the commands /clear and /exit."
+    "answer. From a pipe: one turn per line, and the commands /image, /clear and /exit."
 )
 COMMON_SAMPLING = ("temperature", "top_p", "max_tokens", "stop")
 SYSTEM = Flag("system", str | None, None, "System message before the first turn.")
+IMAGE = Flag("image", list[str], [], "Image for the first message; may be repeated.")
 DEFAULTS = {"max_tokens": None}  # None: an answer may fill the context
 
 
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("chat", USAGE, DESCRIPTION, argv)
     parser.add_model()
-    parser.add_flags("conversation", [SYSTEM], ("system",))
+    parser.add_flags("conversation", [SYSTEM, IMAGE], ("system", "image"))
     parser.add_flags("sampling", request_flags(**DEFAULTS), COMMON_SAMPLING)
     add_session_flags(parser, without=("model",))
     return parser
@@ -68,17 +71,17 @@ def main(argv: list[str]) -> int:
             getattr(args, "system", None),
             lora_of(args),
         )
-        return (
-            talk_interactively(conversation)
-            if sys.stdin.isatty()
-            else talk_line_by_line(conversation)
-        )
+        is_terminal = sys.stdin.isatty()
+        display = make_display(sys.stdout) if is_terminal else PlainDisplay(sys.stdout, sys.stderr)
+        commands = Commands(conversation, display)
+        paths = [Path(path).expanduser() for path in getattr(args, "image", ())]
+        commands.attach(paths, "image")
+        return talk_interactively(commands) if is_terminal else talk_line_by_line(commands)
 
 
-def talk_interactively(conversation: Conversation) -> int:
+def talk_interactively(commands: Commands) -> int:
     """Reads turns and commands from a terminal until /exit or Ctrl-D."""
-    display = make_display(sys.stdout)
-    commands = Commands(conversation, display)
+    conversation, display = commands.conversation, commands.display
     display.notice("/help lists the commands, /exit or Ctrl-D exits, Ctrl-C stops an answer")
     editor = make_editor(open_history(history_file(), display.notice), sorted(COMMANDS))
     while not commands.is_over:
@@ -90,7 +93,12 @@ def talk_interactively(conversation: Conversation) -> int:
             display.notice("(Ctrl-D exits)")
             continue
         try:
-            if line.startswith("/") and not line.startswith("//"):
+            paths, rest = leading_images(line) if conversation.reads_images else ([], line)
+            if paths:
+                commands.attach(paths, "image")
+                if rest:
+                    conversation.say(rest, display)
+            elif line.startswith("/") and not line.startswith("//"):
                 commands.run(line)
             elif line.strip():
                 conversation.say(line.strip().removeprefix("/" * line.startswith("//")), display)
@@ -107,11 +115,11 @@ def make_display(out: TextIO) -> PlainDisplay:
     return (MarkdownDisplay if is_capable else PlainDisplay)(out, sys.stderr)
 
 
-def talk_line_by_line(conversation: Conversation) -> int:
+def talk_line_by_line(commands: Commands) -> int:
     """Reads turns from a pipe. A turn that fails is reported, later turns still run, and the exit
     code is 2.
     """
-    code, display = 0, PlainDisplay(sys.stdout, sys.stderr)
+    code, conversation, display = 0, commands.conversation, commands.display
     for line in sys.stdin:
         line = line.strip()
         if line == "/exit":
@@ -120,7 +128,10 @@ def talk_line_by_line(conversation: Conversation) -> int:
             conversation.clear()
         elif line:
             try:
-                conversation.say(line, display)
+                if line.startswith("/image "):
+                    commands.run(line)
+                else:
+                    conversation.say(line, display)
             except InvalidParameterError as error:
                 display.error(str(error))
                 code = 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import msgspec
 from ...ipc.checks import closest
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
+from .attachments import leading_images, notice, read_image
 from .conversation import Conversation, Display
 from .flags import Flag
 from .session import request_flags
@@ -28,7 +29,7 @@ ROLES = ["user", "assistant"]
 
 class SavedTurn(msgspec.Struct, forbid_unknown_fields=True):
     role: str
-    content: str
+    content: str | list[dict[str, Any]]  # parts, if the message has images
 
 
 class Saved(msgspec.Struct):
@@ -65,8 +66,27 @@ class Commands:
         width = max(len(usage) for _, usage, _ in COMMANDS.values())
         for _, usage, what in COMMANDS.values():
             self.display.notice(f"{usage:<{width}}  {what}")
+        if self.conversation.reads_images:
+            self.display.notice("An image file that is dragged into the terminal is sent, too.")
         self.display.notice("Alt-Enter, or \\ at the end of a line, begins a new line.")
         self.display.notice("Ctrl-C stops an answer, Ctrl-D exits, // begins a turn with a slash.")
+
+    def image(self, argument: str) -> None:
+        if not argument:
+            raise InvalidParameterError("/image", "give a file: /image FILE")
+        # as a terminal pastes it when a file is dragged into it
+        paths, rest = leading_images(argument)
+        if rest:
+            paths = [Path(argument).expanduser()]
+        self.attach(paths, "/image")
+
+    def attach(self, paths: Sequence[Path], parameter: str) -> None:
+        """Adds images to the next turn. Raises InvalidParameterError that names `parameter`."""
+        if paths and not self.conversation.reads_images:
+            raise InvalidParameterError(parameter, "this model reads text only")
+        for attachment in [read_image(path, parameter) for path in paths]:
+            self.conversation.attach(attachment.part)
+            notice(attachment, self.display.notice)
 
     def clear(self, argument: str) -> None:
         self.conversation.clear()
@@ -143,6 +163,7 @@ class Commands:
 
 COMMANDS: dict[str, tuple[Callable[[Commands, str], None], str, str]] = {
     "/help": (Commands.help, "/help", "list the commands"),
+    "/image": (Commands.image, "/image FILE", "send an image with the next message"),
     "/clear": (Commands.clear, "/clear", "start a new conversation; the system message stays"),
     "/system": (Commands.system, "/system [TEXT]", "show or set the system message; none: remove"),
     "/set": (Commands.set_parameter, "/set [NAME VALUE]", "show or set a sampling parameter"),

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.lora import LoRARequest
+from ...ipc.messages import ImageItem
 from ...ipc.params import RequestOutputKind, SamplingParams
+from ..requests.prompts import IMAGES, GivenImages, PreparedImages
 from .terminal import Interrupts
 
 if TYPE_CHECKING:
     from ..answer_format import AnswerParser
     from ..llm_engine import LLMEngine
 
-Message = dict[str, str]
+Message = dict[str, Any]  # its content is text, or parts if it has images
 LEAST_ROOM = 256  # tokens reserved for an answer, at most a quarter of the context
 
 
@@ -91,9 +93,19 @@ class Conversation:
         )
         # alternating user and assistant, without the system message
         self.messages: list[Message] = []
+        self._images = engine.images
+        self._attached: list[dict[str, Any]] = []  # images of the next turn, as parts
+
+    @property
+    def reads_images(self) -> bool:
+        return self._images.reads_images
+
+    def attach(self, part: dict[str, Any]) -> None:
+        """Adds an image to the next turn."""
+        self._attached.append(part)
 
     def clear(self) -> None:
-        self.messages = []
+        self.messages, self._attached = [], []
 
     def restore(self, system: str | None, messages: list[Message]) -> None:
         """Continues a conversation that was saved."""
@@ -112,11 +124,16 @@ class Conversation:
         return self.engine.config.model_config.max_model_len or 0
 
     def say(self, text: str, display: Display) -> None:
-        """Adds the user's turn and shows the answer.
+        """Adds the user's turn, with the images that are attached, and shows the answer.
 
-        A turn that is rejected raises InvalidParameterError and leaves the conversation unchanged.
+        A turn that is rejected raises InvalidParameterError and leaves the conversation unchanged;
+        its images are dropped.
         """
-        self._answer([*self.messages, {"role": "user", "content": text}], display)
+        content: Any = text
+        if self._attached:
+            content = [*self._attached, *([{"type": "text", "text": text}] if text else [])]
+            self._attached = []
+        self._answer([*self.messages, {"role": "user", "content": content}], display)
 
     def regenerate(self, display: Display) -> None:
         """Answers the last turn again. Raises InvalidParameterError if there is no turn."""
@@ -128,12 +145,15 @@ class Conversation:
         params = self._format.adapt(
             SamplingParams(**self.sampling, output_kind=RequestOutputKind.DELTA)
         )
-        kept, prompt = self._fit(asked, params)
+        kept, prompt, items = self._fit(asked, params)
         self.stats.num_turns += 1
         request_id = f"turn-{self.stats.num_turns}"
         started = time.perf_counter()
         self.engine.add_request(
-            request_id, {"prompt_token_ids": prompt}, params, lora_request=self._lora_request
+            request_id,
+            {"prompt_token_ids": prompt} | ({IMAGES: PreparedImages(items)} if items else {}),
+            params,
+            lora_request=self._lora_request,
         )
         if num_dropped := (len(asked) - len(kept)) // 2:
             self.stats.num_dropped_turns += num_dropped
@@ -145,27 +165,31 @@ class Conversation:
         self.stats.seconds += time.perf_counter() - started
         self.messages = [*kept, {"role": "assistant", "content": answer}]
 
-    def _fit(self, asked: list[Message], params: SamplingParams) -> tuple[list[Message], list[int]]:
-        """Returns the newest turns that fit and leave room for an answer, and their number of
-        tokens.
+    def _fit(
+        self, asked: list[Message], params: SamplingParams
+    ) -> tuple[list[Message], list[int], list[ImageItem]]:
+        """Returns the newest turns that fit and leave room for an answer, their tokens and images.
 
         The last turn is always kept. The engine rejects it if it alone is too long.
         """
         room = min(params.max_tokens or LEAST_ROOM, LEAST_ROOM, self.context // 4)
         while True:
-            prompt = self._render(asked)
+            prompt, items = self._render(asked)
             if len(prompt) + room <= self.context or len(asked) < 3:
-                return asked, prompt
+                return asked, prompt, items
             asked = asked[2:]
 
-    def _render(self, messages: list[Message]) -> list[int]:
-        assert self.engine.tokenizer is not None
+    def _render(self, messages: list[Message]) -> tuple[list[int], list[ImageItem]]:
+        """Returns the tokens of messages, and their images."""
+        tokenizer = self.engine.tokenizer
+        assert tokenizer is not None
         opening = [{"role": "system", "content": self.system}] if self.system else []
-        prompt = self.engine.tokenizer.apply_chat_template(
-            [*opening, *messages], add_generation_prompt=True
+        text, images = tokenizer.render_chat(
+            [*opening, *messages], self._images.placeholder, add_generation_prompt=True
         )
-        assert isinstance(prompt, list)
-        return prompt
+        if images:
+            return self._images.prepare(text, GivenImages(images, add_special_tokens=False))
+        return tokenizer.encode(text, add_special_tokens=False), []
 
     def _text(self, token_ids: list[int]) -> str:
         assert self.engine.tokenizer is not None

@@ -229,6 +229,7 @@ def _card_routes(front: ServerState, models: Models) -> list[ApiRoute]:
             root=slot.args.model,
             max_model_len=slot.plan.max_model_len,
             has_chat_template=slot.has_chat_template,
+            capabilities=slot.state.capabilities,
         )
         return [card, *model_routes.cards_of_loras(slot.state, slot.plan.max_model_len)]
 

@@ -321,6 +321,20 @@ class ServerState:
         return self.ready_engine().config.model_config.vision is not None
 
     @property
+    def capabilities(self) -> list[str] | None:
+        """Returns what a model that is in memory can do, in Ollama's words."""
+        if self.engine is None:
+            return None
+        config, format = self.engine.config.model_config, self.answer_format
+        return [
+            # Ollama lists it so: models that generate are no embedding models, though they embed.
+            "embedding" if config.runner == "pooling" else "completion",
+            *(["tools"] if format.tool_format else []),
+            *(["thinking"] if format.reasoning_marks else []),
+            *(["vision"] if config.vision is not None else []),
+        ]
+
+    @property
     def max_model_len(self) -> int:
         return resolved(self.ready_engine().config.model_config.max_model_len)
 

@@ -56,6 +56,7 @@ class Mock:
         self.mode = "ready"
         self.percent = 42.0
         self.has_chat_template = True
+        self.reads_images = False
         self.num_queued = 0
         self.loras: list[str] = []
         self.adapters: dict = {}
@@ -238,6 +239,7 @@ class Mock:
             "num_queued": self.num_queued,
             "num_finished": self.num_finished,
             "has_chat_template": self.has_chat_template,
+            "reads_images": self.reads_images,
             "loras": self.loras,
             "default_sampling_params": {
                 "temperature": 0.7,
@@ -362,6 +364,8 @@ def make_app(mock: Mock):
         body = await request.json()
         mock.bodies.append(body)
         asked = body["messages"][-1]["content"]
+        if isinstance(asked, list):  # with pictures
+            asked = "".join(part.get("text", "") for part in asked)
         if asked == "refuse":
             message = "temperature: must be between 0 and 2, got 9"
             return JSONResponse(

@@ -263,23 +263,18 @@ class ToolUseBlock(AnthropicBlock, tag="tool_use"):
     input: dict[str, Any]
 
 
-class Base64Source(msgspec.Struct, tag_field="type", tag="base64", kw_only=True):
+class ImageSource(msgspec.Struct, kw_only=True):
+    """`data` of the type base64, or `url` of the type url."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["base64", "url"]})] = ""
     media_type: str | None = None  # the data tell what they are
-    data: str
-
-
-class UrlSource(msgspec.Struct, tag_field="type", tag="url", kw_only=True):
-    url: str
-
-
-class FileSource(msgspec.Struct, tag_field="type", tag="file", kw_only=True):
-    """A file that was sent to Anthropic. Rejected."""
-
-    file_id: str | None = None
+    data: str | None = None
+    url: str | None = None
+    file_id: str | None = None  # of the type file: one that was sent to Anthropic; rejected
 
 
 class ImageBlock(AnthropicBlock, tag="image"):
-    source: Base64Source | UrlSource | FileSource | None = None
+    source: ImageSource | None = None
 
 
 class DocumentBlock(AnthropicBlock, tag="document"): ...
@@ -454,13 +449,21 @@ def _image(block: ImageBlock, where: str, reads_images: bool) -> dict[str, Any]:
     source, place = block.source, f"{where}.source"
     if source is None:
         raise missing(place)
-    if isinstance(source, FileSource):
+    if source.type not in ("base64", "url"):
         raise unsupported(
-            f"{place}.file_id", f"'{place}' is a file of Anthropic's; send the image as base64."
+            f"{place}.type",
+            f"'{place}.type' must be base64 or url, got {source.type!r:.40}: this server has no "
+            f"files.",
         )
-    if isinstance(source, UrlSource):
-        return image_part(source.url, f"{place}.url")
-    return image_part(base64_url(source.data), f"{place}.data")
+    if source.type == "url":
+        return image_part(_given(source.url, f"{place}.url"), f"{place}.url")
+    return image_part(base64_url(_given(source.data, f"{place}.data")), f"{place}.data")
+
+
+def _given(value: str | None, where: str) -> str:
+    if value is None:
+        raise missing(where)
+    return value
 
 
 def no_media(where: str, block: AnthropicBlock, reads_images: bool) -> ApiError:

@@ -1,9 +1,9 @@
 "use strict";
 /* Shows the conversation: its turns, and the answer that streams into the last one. */
 
-/* A turn is { role, content, reasoning, plain, told, stopped, failure } and its elements. `plain`
-   marks a completion, which is shown as it is. complete() describes `told`. `failure` is a
-   sentence. */
+/* A turn is { role, content, images, reasoning, plain, told, stopped, failure } and its elements.
+   `images` are data URLs. `plain` marks a completion, which is shown as it is. complete() describes
+   `told`. `failure` is a sentence. */
 let turns = [];
 let running = null; // the AbortController of the answer that streams
 let editing = null; // the user's turn that the next message replaces
@@ -61,6 +61,7 @@ function showMode() {
     ? "Chat uses the model's template. Completion sends the text as it is."
     : "This model has no chat template.";
   showSend();
+  $("attach").hidden = !takesImages();
   if (engine.state?.default_sampling_params) showDefaults(engine.state, now === "chat");
   if (shownMode === now) return;
   shownMode = now;
@@ -97,6 +98,7 @@ function addTurn(role, content, more = {}) {
   turn.element = h("article", { className }, name, text, meta);
   if (role === "user") {
     text.textContent = content;
+    if (turn.images?.length) text.before(thumbnails(turn.images));
     meta.append(button("Edit", () => edit(turn)));
   }
   turns.push(turn);
@@ -127,6 +129,7 @@ function edit(turn) {
   if (running) return;
   editing = turn;
   $("prompt").value = turn.content;
+  setAttached(turn.images || []);
   put($("hint"), "Sending replaces this message and what follows. Esc leaves it.");
   grow();
   $("prompt").focus();
@@ -210,8 +213,8 @@ function completionBody(turn) {
 }
 
 function answer() {
-  const asked = turns.filter((turn) => turn.content);
-  const messages = asked.map(({ role, content }) => ({ role, content }));
+  const asked = turns.filter((turn) => turn.content || turn.images?.length);
+  const messages = asked.map((turn) => ({ role: turn.role, content: contentOf(turn) }));
   const system = fields.system.value;
   if (system.trim()) messages.unshift({ role: "system", content: system });
   const plain = mode() === "completion";

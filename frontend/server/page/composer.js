@@ -7,14 +7,16 @@ function showSend() {
 }
 
 function send(text) {
-  if (running || !text.trim() || !checkParameters()) return;
+  const images = mode() === "chat" ? attached : [];
+  if (running || !(text.trim() || images.length) || !checkParameters()) return;
   if (editing) {
     dropFrom(editing);
     endEdit();
   }
   // A chat template sets its own white space; of a text to complete each space counts.
-  addTurn("user", mode() === "chat" ? text.trim() : text);
+  addTurn("user", mode() === "chat" ? text.trim() : text, images.length ? { images } : {});
   $("prompt").value = "";
+  setAttached([]);
   grow();
   answer();
 }
@@ -41,6 +43,7 @@ document.addEventListener("keydown", (event) => {
   else if (editing) {
     endEdit();
     $("prompt").value = "";
+    setAttached([]);
     grow();
   }
 });

@@ -34,15 +34,18 @@ function storedConversations() {
   return found.filter(Boolean).sort((a, b) => b.changed - a.changed);
 }
 
+const titleOf = ({ content, images }) =>
+  content.trim().replace(/\s+/g, " ").slice(0, 90) || (images?.length ? "Picture" : "");
+
 /* Stores the conversation that is shown. If the quota is used up, the oldest others give way. */
 function save() {
   if (!turns.length) return;
   Object.assign(conversation, {
-    title: conversation.isNamed ? conversation.title : turns[0].content.trim().replace(/\s+/g, " ").slice(0, 90),
+    title: conversation.isNamed ? conversation.title : titleOf(turns[0]),
     model: engine.model,
     changed: Date.now(),
-    turns: turns.map(({ role, content, reasoning, plain, told, stopped, failure }) => {
-      return { role, content, reasoning, plain, told, stopped, failure };
+    turns: turns.map(({ role, content, images, reasoning, plain, told, stopped, failure }) => {
+      return { role, content, images, reasoning, plain, told, stopped, failure };
     }),
   });
   put($("title"), conversation.title);
@@ -83,6 +86,7 @@ function showConversation(next) {
   running?.abort();
   flush();
   endEdit();
+  setAttached([]);
   clearTurns();
   conversation = next;
   remember(tabStore, "quire-shown", next.id);
@@ -134,7 +138,10 @@ const fileName = (title) => title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60) 
 
 /* Saves a conversation as Markdown, or all as JSON, which has what the page knows of them. */
 function exportOne(one) {
-  const parts = one.turns.map(({ role, content }) => `## ${role === "user" ? "You" : "Answer"}\n\n${content}\n`);
+  const parts = one.turns.map(({ role, content, images = [] }) => {
+    const shown = [...images.map((url) => `![Picture](${url})`), content].join("\n\n");
+    return `## ${role === "user" ? "You" : "Answer"}\n\n${shown}\n`;
+  });
   const about = [when(one.changed), one.model].filter(Boolean).join(", ");
   const text = `# ${one.title || "Untitled"}\n\n${about}\n\n${parts.join("\n")}`;
   saveFile(`${fileName(one.title)}.md`, "text/markdown", text);

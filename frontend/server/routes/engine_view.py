@@ -110,6 +110,7 @@ def about(state: ServerState, engine: AsyncLLM) -> dict[str, Any]:
         "last_gap_s": engine.client.restarts.last_gap_s,
         "standby_is_ready": engine.client.standby_is_ready,
         "has_chat_template": bool(state.template_text),
+        "reads_images": state.reads_images,
         # These apply to a request that does not say otherwise.
         "default_sampling_params": {name: getattr(defaults, name) for name in SHOWN_DEFAULTS},
         "loras": list(state.loras.by_name),  # names that requests may give as `model`

@@ -20,7 +20,8 @@ from ..state import ServerState
 class ModelCard(msgspec.Struct, kw_only=True):
     """OpenAI's model object, with vLLM's `root`, `parent` and `max_model_len`.
 
-    has_chat_template: of a model; null for an adapter, which has its model's.
+    has_chat_template, capabilities: of a model that is in memory; null for an adapter, which has
+    its model's.
     """
 
     id: str
@@ -31,6 +32,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     parent: str | None = None
     max_model_len: int
     has_chat_template: bool | None = None
+    capabilities: list[str] | None = None  # completion or embedding, tools, thinking, vision
 
 
 class ModelList(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -69,7 +71,7 @@ def _for_codex(card: ModelCard) -> dict[str, Any]:
         "supports_parallel_tool_calls": True,
         "context_window": card.max_model_len,
         "experimental_supported_tools": [],
-        "input_modalities": ["text"],
+        "input_modalities": ["text", *(["image"] if "vision" in (card.capabilities or ()) else [])],
     }
 
 
@@ -97,6 +99,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
                 root=state.model_name,
                 max_model_len=max_model_len,
                 has_chat_template=bool(state.template_text),
+                capabilities=state.capabilities,
             )
             for name in state.model_names
         ]

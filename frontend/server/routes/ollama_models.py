@@ -242,7 +242,7 @@ def _details(config: ModelConfig) -> dict[str, Any]:
 
 
 def shown(state: ServerState) -> dict[str, Any]:
-    engine, format = state.ready_engine(), state.answer_format
+    engine = state.ready_engine()
     config = engine.config.model_config
     family = _stored(config).family
     info = {
@@ -253,12 +253,6 @@ def shown(state: ServerState) -> dict[str, Any]:
         f"{family}.block_count": config.hf_config.get("num_hidden_layers"),
     }
     defaults = engine.get_default_sampling_params()
-    capabilities = [
-        # Ollama lists it so: models that generate are no embedding models, though they embed.
-        "embedding" if config.runner == "pooling" else "completion",
-        *(["tools"] if format.tool_format else []),
-        *(["thinking"] if format.reasoning_marks else []),
-    ]
     return {
         "modelfile": f"FROM {state.model_name}",
         "parameters": "\n".join(
@@ -268,7 +262,7 @@ def shown(state: ServerState) -> dict[str, Any]:
         "template": state.template_text,
         "details": _details(config),
         "model_info": info,
-        "capabilities": capabilities,
+        "capabilities": state.capabilities,
         "modified_at": time_text(state.started),
     }
 

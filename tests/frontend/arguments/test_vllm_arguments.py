@@ -511,13 +511,19 @@ def test_every_argument_of_vllms_calls(method, names) -> None:
     assert set(names) <= set(inspect.signature(getattr(LLM, method)).parameters)
 
 
-@pytest.mark.parametrize("name", ["tokenization_kwargs", "mm_processor_kwargs"])
-def test_unsupported_call_arguments_are_refused_by_name(name, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("tokenization_kwargs", "is not supported, got dict"),
+        ("mm_processor_kwargs", "must be empty: this model reads text only"),
+    ],
+)
+def test_unsupported_call_arguments_are_refused_by_name(name, problem, monkeypatch) -> None:
     llm = make_llm(monkeypatch)
     messages = [{"role": "user", "content": "a"}]
-    with pytest.raises(InvalidParameterError, match=f"{name}: is not supported, got dict"):
+    with pytest.raises(InvalidParameterError, match=f"{name}: {problem}"):
         llm.generate("a", use_tqdm=False, **{name: {"x": 1}})
-    with pytest.raises(InvalidParameterError, match=f"{name}: is not supported, got dict"):
+    with pytest.raises(InvalidParameterError, match=f"{name}: {problem}"):
         llm.chat(messages, None, False, chat_template="{{ messages }}", **{name: {"x": 1}})
     assert llm.generate("a", use_tqdm=False, **{name: None})
     template = {"chat_template": "{{ messages[0].content }}", name: {}}

@@ -29,7 +29,7 @@ def test_turns_and_answers_are_remembered(model: Path) -> None:
         assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 2
         assert display.answers[:2] == [first, talk.messages[3]["content"]]
         assert talk.stats.num_turns == 2 and talk.stats.num_generated == 16
-        assert talk.stats.num_prompt_tokens == len(talk._render(talk.messages[:3]))
+        assert talk.stats.num_prompt_tokens == len(talk._render(talk.messages[:3])[0])
         talk.regenerate(display)
         assert display.answers[2] == display.answers[1] and len(talk.messages) == 4
         talk.system = "Be brief."
@@ -86,6 +86,7 @@ def test_reasoning_is_shown_and_not_remembered() -> None:
 
     engine = SimpleNamespace(
         tokenizer=tokenizer,
+        images=SimpleNamespace(reads_images=False, placeholder=None),
         config=SimpleNamespace(model_config=SimpleNamespace(max_model_len=1000)),
         add_request=add_request,
         has_unfinished_requests=lambda: bool(outputs),

@@ -61,7 +61,7 @@ def test_forms_of_a_prompt() -> None:
         (5, "prompt", "must be a string, a list of token ids or a dict, got int"),
         (None, "prompt", "got NoneType"),
         ({"prompt": 5}, "prompt", "must be a string, got int"),
-        ({"prompt": "a", "multi_modal_data": {}}, "prompt", "unknown key 'multi_modal_data'"),
+        ({"prompt": "a", "encoder_prompt": {}}, "prompt", "unknown key 'encoder_prompt'"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt", "not empty"),
         ({"prompt": "a", "cache_salt": 5}, "cache_salt", "must be a string"),
         ({"prompt": "a", "cache_salt": "\udfff"}, "cache_salt", "UTF-8"),

@@ -452,8 +452,8 @@ def compressed_body(monkeypatch, engine) -> dict[str, Any]:
 def slow_template(monkeypatch, engine) -> dict[str, Any]:
     monkeypatch.setattr(chat_turn, "_render_at_once", lambda render: None)
     tokenizer = engine.tokenizer
-    render = slowly(tokenizer.apply_chat_template)
-    monkeypatch.setattr(tokenizer, "apply_chat_template", render)
+    render = slowly(tokenizer.render_chat)
+    monkeypatch.setattr(tokenizer, "render_chat", render)
     return {"url": "/v1/chat/completions", "json": {"messages": [{"role": "user", "content": "H"}]}}
 
 

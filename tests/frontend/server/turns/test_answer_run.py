@@ -16,6 +16,7 @@ from quire.frontend.server.turns import answer_run
 from quire.frontend.server.turns.answer_run import AnswerRun, ChoiceDelta, FinishedChoice
 from quire.frontend.server.turns.chat_turn import ChatTurn, prepare_chat
 from quire.frontend.server.turns.generation import GenerationJob
+from quire.frontend.text.chat_template import RenderedChat
 from quire.ipc.params import SamplingParams
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -27,7 +28,7 @@ class ScriptedEngine:
     def __init__(self, pieces: list[str], reason: str = "stop"):
         self.pieces, self.reason = pieces, reason
         self.tokenizer = SimpleNamespace(
-            apply_chat_template=lambda messages, **_: str(messages),
+            render_chat=lambda messages, placeholder, **_: RenderedChat(str(messages), []),
             encode=lambda text, special: [1] * len(text.split()),
         )
 
@@ -55,6 +56,7 @@ def state_over(engine: ScriptedEngine, template: str = "<tool_call></think>") ->
         ready_engine=lambda: engine,
         server_config=config,
         max_model_len=20,
+        reads_images=False,
         model_name="m",
         answer_format=detect(template),
         chat_template=None,

@@ -14,6 +14,9 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +29,8 @@ TIMEOUT_S = 840  # that of ray_ranks takes half of it on a busy machine
 @dataclass(frozen=True)
 class Client:
     """`script` runs in the environment called `name`, which has `requirement` installed: packages
-    of PyPI, or after npm: one of npm. The server has SERVER_FLAGS and `flags`.
+    of PyPI, or after npm: one of npm. The server has SERVER_FLAGS and `flags`, and the bundled
+    model, or the one of tests/tiny_vision.py that `model` names.
     """
 
     name: str
@@ -34,6 +38,7 @@ class Client:
     script: Path
     flags: tuple[str, ...] = ()
     uses_quire: bool = False  # the script imports it
+    model: str = ""
 
     @property
     def python(self) -> Path:
@@ -90,7 +95,8 @@ def environments() -> Path:
 
 def clients() -> list[Client]:
     """Return the clients of every file client_*.py. REQUIREMENTS lists the environments in which it
-    runs; FLAGS, if present, are flags of the server; USES_QUIRE = True makes Quire importable.
+    runs; FLAGS, if present, are flags of the server, and MODEL its model; USES_QUIRE = True makes
+    Quire importable.
     """
     found = []
     for script in sorted(HERE.glob("client_*.py")):
@@ -100,11 +106,27 @@ def clients() -> list[Client]:
             if isinstance(node, ast.Assign)
         }
         flags = tuple(ast.literal_eval(stated["FLAGS"])) if "FLAGS" in stated else ()
+        model = ast.literal_eval(stated["MODEL"]) if "MODEL" in stated else ""
         found += [
-            Client(name, requirement, script, flags, uses_quire="USES_QUIRE" in stated)
+            Client(name, requirement, script, flags, "USES_QUIRE" in stated, model)
             for name, requirement in ast.literal_eval(stated["REQUIREMENTS"]).items()
         ]
-    return sorted(found, key=lambda client: (client.flags, client.name))
+    return sorted(found, key=lambda client: (client.model, client.flags, client.name))
+
+
+@contextmanager
+def server_of(flags: tuple[str, ...], model: str) -> Iterator[str]:
+    """Yield the address of a server for clients with these flags and this model."""
+    from quire.tests.frontend.server.conftest import running_server
+
+    with tempfile.TemporaryDirectory() as directory:
+        named = []
+        if model:
+            from quire.tests.tiny_vision import save_tiny_vision_model
+
+            named = [str(save_tiny_vision_model(Path(directory), model))]
+        with running_server(*named, *SERVER_FLAGS, *flags) as server:
+            yield str(server.base_url).rstrip("/")
 
 
 def main(argv: list[str]) -> int:
@@ -139,14 +161,13 @@ def print_row(client: Client, address: str, model_directory: Path) -> int:
 
 def print_table(wanted: list[Client]) -> int:
     import quire
-    from quire.tests.frontend.server.conftest import running_server
 
     model_directory, num_failed = Path(quire.__file__).parent / "frontend" / "bundled_model", 0
     print("| client | version | checks | result |\n|---|---|---|---|")
-    for flags, group in groupby(wanted, key=lambda client: client.flags):
-        with running_server(*SERVER_FLAGS, *flags) as server:
+    for (flags, model), group in groupby(wanted, key=lambda client: (client.flags, client.model)):
+        with server_of(flags, model) as address:
             for client in group:
-                num_failed += print_row(client, str(server.base_url).rstrip("/"), model_directory)
+                num_failed += print_row(client, address, model_directory)
     return 1 if num_failed else 0
 
 

@@ -8,26 +8,25 @@ from pathlib import Path
 import pytest
 import quire
 from _pytest.mark import ParameterSet
-from quire.tests.clients.environments import SERVER_FLAGS, Client, clients
-from quire.tests.frontend.server.conftest import running_server
+from quire.tests.clients.environments import Client, clients, server_of
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="session")
 def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Return the address of a server with the client's flags. Clients with the same flags
-    share it.
+    """Return the address of a server with the flags and the model of a client. Clients share it
+    where they are the same.
     """
-    with running_server(*SERVER_FLAGS, *request.param) as server:
-        yield str(server.base_url).rstrip("/")
+    with server_of(*request.param) as found:
+        yield found
 
 
 def case(client: Client) -> ParameterSet:
     why = f"not installed: python tests/clients/environments.py install {client.name}"
     return pytest.param(
         client,
-        client.flags,
+        (client.flags, client.model),
         id=client.name,
         marks=pytest.mark.skipif(not client.python.exists(), reason=why),
     )

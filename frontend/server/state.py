@@ -27,6 +27,7 @@ from ..async_llm import AsyncLLM
 from ..text.chat_template import WITHOUT_TEMPLATE, template_traits
 from .admission import NUM_THREADS, Admission
 from .config import ServerConfig
+from .held_pixels import HeldPixels
 from .http.auth import ApiKeys
 from .http.call import HttpCall
 from .http.errors import ENGINE_GONE, ApiError, from_exception, unsupported
@@ -119,6 +120,7 @@ class ServerState:
         self.image_turns = Admission(
             MAX_IMAGE_CALLS, server_config.max_queued_requests, sys.maxsize
         )
+        self.held_pixels = HeldPixels()
         self.meters = Meters()
         self.keys = ApiKeys(server_config)
         self.loras = ServedLoras()

@@ -6,7 +6,7 @@ Must not know: how texts are run, the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -17,8 +17,10 @@ from starlette.responses import Response
 from ....ipc.checks import INT64_MAX
 from ....ipc.errors import InvalidParameterError
 from ....ipc.models.pooling import Pooling
-from ....ipc.params import POOLING_TASKS, PoolingParams
+from ....ipc.params import POOLING_TASKS, PoolingParams, SamplingParams
 from ...pooling_outputs import PoolingRequestOutput
+from ...requests.prompts import IMAGES, PreparedImages, Prompt
+from ..apis.openai_messages import OpenAIMessage, plain_messages
 from ..apis.pooling_answer import (
     Classification,
     ClassificationList,
@@ -33,11 +35,12 @@ from ..apis.pooling_answer import (
     usage_of,
 )
 from ..http.bodies import FieldLimit
-from ..http.call import call_of
-from ..http.errors import refused
+from ..http.call import HttpCall, call_of
+from ..http.errors import invalid, missing, refused
 from ..http.openapi import ApiRoute
 from ..request_body import read_body
 from ..state import ServerState
+from ..turns.chat_turn import ChatTurn, render_turn
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
 from ..turns.sampling import TokenId
 from ..turns.tokenizing import prompts_of
@@ -63,7 +66,10 @@ class PoolingFields(msgspec.Struct, kw_only=True):
 class InputBody(PoolingFields, kw_only=True):
     field_limits: ClassVar[dict[str, FieldLimit]] = {"input": INPUT_LIMIT}
 
-    input: Inputs
+    input: Inputs | None = None
+    # In place of `input`: a conversation, which becomes one text. Its messages may have images.
+    messages: Annotated[list[OpenAIMessage], Meta(min_length=1)] | None = None
+    add_generation_prompt: bool | None = None  # of `messages`; false by default
     encoding_format: EncodingFormat | None = None
 
     @property
@@ -137,13 +143,14 @@ async def pooled(
     tasks = body.tasks
     pooling = pooling_of(state, tasks, body.model)
     task = next(task for task in pooling.tasks if task in tasks)
-    most = state.server_config.max_prompts_per_request
     dimensions = body.dimensions if isinstance(body, EmbeddingBody) else None
     job = PoolingJob(
         f"{kind}-{call.suffix}",
-        prompts_of(body.input, "input", most),
+        await _prompts(state, call, body),
         pooling_params(body, task, dimensions),
-        {"prompt": "input", "prompt_token_ids": "input"},
+        dict.fromkeys(
+            ("prompt", "prompt_token_ids"), "input" if body.messages is None else "messages"
+        ),
         body.prompt_name,
         body.priority or 0,
     )
@@ -155,6 +162,24 @@ async def pooled(
         return listed(list_type, job.prefix, state, data, usage_of(outputs))
 
     return await json_rows(outputs, whole, body.encoding_format)
+
+
+async def _prompts(state: ServerState, call: HttpCall, body: InputBody) -> Sequence[Prompt]:
+    if body.messages is None:
+        if body.input is None:
+            raise missing("input")
+        return prompts_of(body.input, "input", state.server_config.max_prompts_per_request)
+    if body.input is not None:
+        raise invalid("messages", "Only one of 'input' and 'messages' is allowed.")
+    turn = ChatTurn(
+        request_id=call.request_id,
+        messages=plain_messages(body.messages, call, state.reads_images),
+        params=SamplingParams(),
+        add_generation_prompt=bool(body.add_generation_prompt),
+    )
+    rendered = await render_turn(state, call, turn)
+    images = {IMAGES: PreparedImages(rendered.images)} if rendered.images else {}
+    return [{"prompt_token_ids": rendered.token_ids} | images]
 
 
 def _embedding(index: int, row: Any, output: PoolingRequestOutput, pooling: Pooling) -> Embedding:

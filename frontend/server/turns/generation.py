@@ -132,7 +132,11 @@ async def run(
         "take_at_once": take_at_once,
         "lora_request": call.lora_request,
     }
-    with running_id(state, job.request_id) as request_id:
+    num_bytes = sum(len(item.pixels.data) for item in job.images)
+    with (
+        state.held_pixels.holding(call.tenant, num_bytes),
+        running_id(state, job.request_id) as request_id,
+    ):
         try:
             async with slot:
                 params = until(call.deadline, job.params)

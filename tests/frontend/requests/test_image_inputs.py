@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
-from quire import InvalidParameterError, SamplingParams
+from quire import InvalidParameterError, PoolingParams, SamplingParams
 from quire.frontend.requests.beam_search import BeamSearch, BeamSearchParams, first_params
 from quire.frontend.requests.input_processor import InputProcessor
 from quire.frontend.requests.prompts import has_images
 from quire.ipc.config import EngineConfig
+from quire.ipc.models.pooling import Pooling
 from quire.tests.fake_images import ROWS, UNREADABLE, FakePreparer, fake_inputs, with_vision
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
@@ -144,3 +146,21 @@ def test_a_beam_search_keeps_the_images() -> None:
     search = BeamSearch(request, params, config.model_config)
     step = processor.process_inputs("r", search.step_prompts[0], search.step_params)
     assert step.core_request.images == request.core_request.images != []
+
+
+def test_requests_that_pool_have_images() -> None:
+    pooling = Pooling(tasks=("embed",), default_prompt_name="q", prompts={"q": "b"})
+    config = with_vision(text_config(), IMAGE)
+    model_config = msgspec.structs.replace(config.model_config, pooling=pooling)
+    processor, _ = make(msgspec.structs.replace(config, model_config=model_config))
+    prompt = {"prompt": f"a{MARK}", "multi_modal_data": {"image": "data:x"}}
+    text, seen = processor.process_batch(["0", "1"], ["a", prompt], PoolingParams())
+    assert text.core_request.images == []
+    [item] = seen.core_request.images
+    assert item.spans == [(len(ids("ba")), ROWS)]
+    assert seen.core_request.prompt_token_ids == [*ids("ba"), *[IMAGE] * ROWS]
+    with pytest.raises(InvalidParameterError, match=r"multi_modal_data.image\[0\]: .*request 1"):
+        bad = {**prompt, "multi_modal_data": {"image": UNREADABLE}}
+        processor.process_batch(["0", "1"], ["a", bad], PoolingParams())
+    with pytest.raises(InvalidParameterError, match="truncate_prompt_tokens: must be None"):
+        processor.process_batch(["0"], [prompt], PoolingParams(truncate_prompt_tokens=5))

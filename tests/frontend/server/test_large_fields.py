@@ -38,6 +38,10 @@ JSON = {"Content-Type": "application/json"}
 HI = [{"role": "user", "content": "hi"}]
 PART = {"type": "text", "text": "a"}
 ITEM = {"role": "user", "content": "a"}
+LARGE_IMAGE = {
+    "type": "image_url",
+    "image_url": {"url": "data:image/png;base64," + "A" * 30_000_000},
+}
 
 
 def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
@@ -91,6 +95,20 @@ CORPUS = {
         {"max_tokens": 1, "messages": [ITEM] * 100_000},
     ),
     "ollama": lambda: ("messages", "/api/chat", {"model": "bundled", "messages": [ITEM] * 100_000}),
+    "ollama, images": lambda: (
+        "messages",
+        "/api/chat",
+        {
+            "model": "bundled",
+            "messages": [{"role": "user", "content": "a", "images": ["aGk="] * 100_000}],
+        },
+    ),
+    # of a model that reads text only
+    "one image": lambda: (
+        "messages[0].content[0].type",
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [LARGE_IMAGE]}]},
+    ),
     "tokenize": lambda: ("prompt", "/tokenize", {"prompt": "word " * 1_000_000}),
     "tokenize, messages": lambda: (
         "messages",

@@ -46,6 +46,23 @@ def test_token_ids_and_base64_are_the_same_numbers(server: httpx.Client, rows) -
         assert base64.b64decode(text) == np.array(row, "<f4").tobytes()
 
 
+def test_a_conversation_in_place_of_texts(server: httpx.Client) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    asked = {"messages": messages, "add_generation_prompt": False}
+    ids = server.post("/tokenize", json=asked).json()["tokens"]
+    answer = server.post("/v1/embeddings", json={"messages": messages})
+    assert [entry["embedding"] for entry in answer.json()["data"]] == embed(server, ids)
+    for body, param in (
+        ({"messages": messages, "input": "a"}, "messages"),
+        ({}, "input"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+    ):
+        refused = server.post("/v1/embeddings", json=body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == (param or "messages[0].content[0].type")
+
+
 def test_2048_texts_are_one_call(server: httpx.Client, rows) -> None:
     before = server.get("/v1/requests").json()["data"][0]["id"]
     many = embed(server, ["x"] * 2047 + ["hello"])

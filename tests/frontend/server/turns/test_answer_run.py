@@ -8,6 +8,7 @@ import pytest
 from quire.frontend.answer_format import ParsedToolCall, detect
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.frontend.server.admission import Admission
+from quire.frontend.server.held_pixels import HeldPixels
 from quire.frontend.server.http.call import HttpCall
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.meters import Meters
@@ -63,6 +64,7 @@ def state_over(engine: ScriptedEngine, template: str = "<tool_call></think>") ->
         ready_admission=lambda admission=Admission(8, 8, 100): admission,
         request_log=RequestLog(),
         meters=Meters(),
+        held_pixels=HeldPixels(),
         running_ids=set(),
     )
 

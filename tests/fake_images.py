@@ -40,13 +40,13 @@ class FakePreparer:
         for source in sources:
             if source.value == UNREADABLE:
                 raise InvalidParameterError(source.parameter, "is not base64")
-        if isinstance(prompt, str):
-            prompt = self._tokenizer.encode(prompt, add_special_tokens)
-        if prompt.count(self._image_token_id) != len(sources):
+        encode = self._tokenizer.encode
+        given = encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        if given.count(self._image_token_id) != len(sources):
             raise InvalidParameterError("prompt", "must have one placeholder for each image")
         token_ids: list[int] = []
         items = []
-        for token_id in prompt:
+        for token_id in given:
             if token_id == self._image_token_id:
                 pixels = Array("u1", (2, 4, 3), bytes([len(items)]) * 24)
                 grid, spans = (1, ROWS), [(len(token_ids), ROWS)]

@@ -231,12 +231,7 @@ async def render_turn(
     if turn.wants_tools:
         state.answer_format.require_tools()
 
-    placeholder = None
-    if state.reads_images:
-        inputs = state.ready_engine().images
-        placeholder = inputs.placeholder
-        with renaming(turn.names):
-            inputs.check_number(len(images_of(turn.messages)))
+    placeholder = _placeholder(state, turn)
 
     def render() -> RenderedChat:
         return tokenizer.render_chat(
@@ -272,6 +267,18 @@ async def render_turn(
         must_fit=must_fit,
     )
     return RenderedTurn(rendered.text, token_ids, [])
+
+
+def _placeholder(state: ServerState, turn: ChatTurn) -> str | None:
+    """Returns what stands for an image in the prompt, None for a model that reads text only. Raises
+    ApiError for too many images.
+    """
+    if not state.reads_images:
+        return None
+    inputs = state.ready_engine().images
+    with renaming(turn.names):
+        inputs.check_number(len(images_of(turn.messages)))
+    return inputs.placeholder
 
 
 def _render_at_once(render: Callable[[], RenderedChat]) -> RenderedChat | None:

@@ -6,7 +6,6 @@ Must not know: messages, the engine, how an image is read or resized (frontend/i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ipc.checks import require
@@ -51,7 +50,8 @@ class Preparer(Protocol):
 class ImageInputs:
     """One instance per frontend. Threads may share it.
 
-    `make_preparer` is called when it is first needed.
+    `make_preparer` is called for a model that reads images, so that what is wrong with its files is
+    found at start-up.
     """
 
     def __init__(
@@ -60,22 +60,19 @@ class ImageInputs:
         tokenizer: Tokenizer | None,
         make_preparer: Callable[[EngineConfig, Tokenizer | None], Preparer] | None = None,
     ):
-        self._config = config
-        self._tokenizer = tokenizer
-        self._make_preparer = make_preparer or _own_preparer
+        self._limits = config.multimodal_config.limit_mm_per_prompt
+        self._preparer: Preparer | None = None
+        if config.model_config.vision is not None:
+            self._preparer = (make_preparer or _own_preparer)(config, tokenizer)
 
     @property
     def reads_images(self) -> bool:
-        return self._config.model_config.vision is not None
+        return self._preparer is not None
 
     @property
     def placeholder(self) -> str | None:
         """What stands for an image in the text of a prompt; None: the model reads text only."""
-        return self._preparer.placeholder if self.reads_images else None
-
-    @cached_property
-    def _preparer(self) -> Preparer:
-        return self._make_preparer(self._config, self._tokenizer)
+        return None if self._preparer is None else self._preparer.placeholder
 
     def require_vision(self, name: str) -> None:
         """Raises InvalidParameterError that names `name` for a model that reads text only."""
@@ -88,7 +85,7 @@ class ImageInputs:
         if not num_images:
             return
         self.require_vision(IMAGES)
-        most = self._config.multimodal_config.limit_mm_per_prompt.get("image", MAX_IMAGES)
+        most = self._limits.get("image", MAX_IMAGES)
         if num_images > most:
             raise InvalidParameterError(
                 IMAGES, f"must have at most {most} images (limit_mm_per_prompt), got {num_images}"
@@ -100,13 +97,18 @@ class ImageInputs:
 
         Blocks while images are fetched, read and resized. Raises InvalidParameterError.
         """
-        self.check_number(len(given.images))
-        return self._preparer.prepare(prompt, _sources(given), **_options(given))
+        preparer = self._checked(given)
+        return preparer.prepare(prompt, _sources(given), **_options(given))
 
     async def prepare_async(self, prompt: str | list[int], given: GivenImages) -> Prepared:
         """Does the same in threads."""
+        preparer = self._checked(given)
+        return await preparer.prepare_async(prompt, _sources(given), **_options(given))
+
+    def _checked(self, given: GivenImages) -> Preparer:
         self.check_number(len(given.images))
-        return await self._preparer.prepare_async(prompt, _sources(given), **_options(given))
+        assert self._preparer is not None  # check_number refuses images without it
+        return self._preparer
 
 
 def _sources(given: GivenImages) -> list[ImageSource]:

@@ -84,7 +84,8 @@ def test_chat(llm, preparers) -> None:
 
 def test_nothing_is_prepared_for_text(llm, preparers) -> None:
     llm.generate(["a", {"prompt": "b", "multi_modal_data": {}}], PARAMS, use_tqdm=False)
-    assert preparers == []
+    [preparer] = preparers
+    assert preparer.kwargs is None
 
 
 def test_an_error_names_the_request(llm) -> None:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.lora import LoRARequest
-from ...ipc.messages import ImageItem
 from ...ipc.params import RequestOutputKind, SamplingParams
-from ..requests.prompts import IMAGES, GivenImages, PreparedImages
 from .terminal import Interrupts
 
 if TYPE_CHECKING:
+    from ...ipc.messages import ImageItem
     from ..answer_format import AnswerParser
     from ..llm_engine import LLMEngine
 
@@ -142,6 +141,8 @@ class Conversation:
         self._answer(self.messages[:-1], display)
 
     def _answer(self, asked: list[Message], display: Display) -> None:
+        from ..requests.prompts import IMAGES, PreparedImages
+
         params = self._format.adapt(
             SamplingParams(**self.sampling, output_kind=RequestOutputKind.DELTA)
         )
@@ -181,6 +182,8 @@ class Conversation:
 
     def _render(self, messages: list[Message]) -> tuple[list[int], list[ImageItem]]:
         """Returns the tokens of messages, and their images."""
+        from ..requests.prompts import GivenImages
+
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
         opening = [{"role": "system", "content": self.system}] if self.system else []

@@ -85,7 +85,7 @@ ROWS: Table = {
         ),
     ],
     ("POST", "/v1/classify"): [
-        ({"input": 5}, 400, "input", "invalid_type", "expected 'str | array', got 'int'."),
+        ({"input": 5}, 400, "input", "invalid_type", "expected 'str | array | null', got 'int'."),
     ],
     ("POST", "/v2/embed"): [
         ({}, 400, "texts", "missing_required_parameter", "Missing required parameter: 'texts'."),

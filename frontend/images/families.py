@@ -256,7 +256,7 @@ class Idefics3(Family, frozen=True, kw_only=True):
     FIXED: ClassVar[tuple[str, ...]] = ("unit", "tile")
     LARGEST: ClassVar[int] = 4096
     resample: Filter = LANCZOS
-    longest_edge: Side = 4 * 364
+    longest_edge: Side | None = None  # four tiles
     tile: Annotated[int, Meta(ge=16, le=4096)] = 364
     do_image_splitting: bool = True
 
@@ -296,7 +296,7 @@ class Idefics3(Family, frozen=True, kw_only=True):
 
     def _scaled(self, height: int, width: int) -> Resize:
         """The longer side becomes longest_edge, the other one an even number."""
-        ratio, longest = width / height, self.longest_edge
+        ratio, longest = width / height, self.longest_edge or 4 * self.tile
         if width >= height:
             width, height = longest, int(longest / ratio)
             height += height % 2

@@ -99,6 +99,8 @@ def make_encoder(
         return None
     from ..ipc.models.vision_families import tower_of
     from .models.vision.encoder import VisionEncoder
+    from .models.vision.tower import VisionTower
+    from .program.encoder_program import RecordedTower, is_recordable
 
     tower = tower_of(config.model_config.vision)
     facts: dict[str, Any] = {"block_size": config.cache_config.block_size, "cpu_isa": cpu_isa}
@@ -111,7 +113,9 @@ def make_encoder(
         }
     ops = registry.select(device, dtype, config.device_config.kernels, **facts)
     make = LayerFactory(ops, dtype, device, config.model_config.quantization)
-    return VisionEncoder(make, tower), make.weights_bytes
+    model = VisionTower(make, tower)
+    run = RecordedTower(model) if is_recordable(model, ops) else model
+    return VisionEncoder(model, run, make), make.weights_bytes
 
 
 def _warn_of_unused_layers(make: LayerFactory, model: str) -> None:
@@ -208,6 +212,11 @@ class ModelBuilder:
             packed = PackedLayers(model, PackedCache.of(self.config, directory))
             if not packed.restored():
                 load_weights(model, directory, report, make.fill, quantization)
+                vision = model_config.vision
+                if model.encoder is not None and vision is not None and vision.file:
+                    from .weights.mmproj import load_mmproj
+
+                    load_mmproj(model.encoder, vision, report, make.fill)
                 packed.keep()
         self.weights_bytes = make.weights_bytes
         if make.adapter_rows is not None and model.IS_FALLBACK:

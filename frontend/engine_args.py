@@ -321,7 +321,8 @@ def _resolve_model(config: EngineConfig, device_config: Any) -> Any:
     if not config.multimodal_config.language_model_only and wanted.model_impl != "transformers":
         from ..ipc.models.vision_files import find_vision
 
-        vision = find_vision(directory, resolved.hf_config, wanted.hf_overrides)
+        mmproj = config.multimodal_config.mmproj
+        vision = find_vision(directory, resolved.hf_config, wanted.hf_overrides, mmproj)
     return replace(
         wanted,
         model=str(directory),

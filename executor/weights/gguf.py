@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...ipc.errors import ModelLoadError
+from ...ipc.models.checkpoint import OTHER_PARTS
 from ...ipc.models.draft_heads import HeadNames
 from ...ipc.models.gguf import GGUFTensor, read_gguf
 from ...ipc.models.gguf_families import rotated_part
@@ -76,7 +77,9 @@ def load_gguf_weights(
     num_loaded, num_expected = 0, sum(num_elements.values())
     maps: dict[Path, mmap.mmap] = {}
     released, heads_of = 0, _PartsOfHeads(model.config)
-    stored = ((name, _rows(_map(maps, tensor.path), tensor)) for name, tensor in origin.items())
+    stored = (
+        (name, rows_of(map_file(maps, tensor.path), tensor)) for name, tensor in origin.items()
+    )
     for name, rows in times.reading(stored):
         tensor, packed = origin[name], PackedRows(rows, origin[name].type, is_mapped=True)
         with times.converting():
@@ -151,6 +154,8 @@ def tensors_of_file(model: Any, head: HeadNames | None = None) -> dict[str, torc
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.weights():
+        if OTHER_PARTS.match(name):
+            continue  # an encoder of images, which has a file of its own
         name = name if head is None else head.of(name)
         named = parts_in_files(name, list(tensor.shape))
         if len(named) > 1:
@@ -244,7 +249,7 @@ def halves_apart(packed: PackedRows, num_heads: int) -> PackedRows:
     return packed._replace(rows=packed.rows[order], is_mapped=False)
 
 
-def _map(maps: dict[Path, mmap.mmap], path: Path) -> mmap.mmap:
+def map_file(maps: dict[Path, mmap.mmap], path: Path) -> mmap.mmap:
     """Returns a private mapping, which torch takes for writable memory. Nothing writes to it."""
     if path not in maps:
         with path.open("rb") as file:
@@ -252,7 +257,7 @@ def _map(maps: dict[Path, mmap.mmap], path: Path) -> mmap.mmap:
     return maps[path]
 
 
-def _rows(mapped: mmap.mmap, tensor: GGUFTensor) -> torch.Tensor:
+def rows_of(mapped: mmap.mmap, tensor: GGUFTensor) -> torch.Tensor:
     """[rows, bytes] uint8. A row of a vector is one element; a row of experts is one expert."""
     return _bytes(mapped, tensor.num_bytes, tensor.offset).view(tensor.shape[0], -1)
 

@@ -30,6 +30,7 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     mrope_section: tuple[int, ...] = ()
     # tokens of one image see each other, so that a step computes all of them or none
     sees_whole_images: bool = False
+    file: str = ""  # the encoder's GGUF file; "": its tensors are beside the text model's
 
 
 def grid_of(vision: VisionConfig, height: int, width: int) -> tuple[int, int]:

@@ -10,10 +10,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..errors import ModelLoadError
+from ..errors import InvalidParameterError, ModelLoadError
 from ..json_files import read_json, read_json_if_exists
 from .config_values import integer, malformed
 from .gguf import is_gguf
+from .mmproj import find_mmproj, vision_of_mmproj
 from .vision_config import VisionConfig
 from .vision_families import FAMILIES, READERS, VisionFamily, tower_of
 
@@ -23,16 +24,19 @@ _OF_THE_TEXT = ("rms_norm_eps",)  # keys of the text part that a projector reads
 
 
 def find_vision(
-    directory: Path, hf_config: dict[str, Any], overrides: dict[str, Any]
+    directory: Path, hf_config: dict[str, Any], overrides: dict[str, Any], mmproj: str | None
 ) -> VisionConfig | None:
     """How the model of `directory` reads images; None: it does not.
 
     hf_config: of its text part. overrides: of keys of config.json; those of vision_config apply
-    here. Raises ModelLoadError for files that cannot be read or that the family's encoder does not
+    here. mmproj: the setting, for a GGUF file. Raises ModelLoadError for files that cannot be read or that the family's encoder does not
     support.
     """
     if is_gguf(directory):
-        return None
+        path = find_mmproj(directory, mmproj)
+        return None if path is None else vision_of_mmproj(path, directory, hf_config)
+    if mmproj is not None:
+        raise InvalidParameterError("mmproj", "is for a model in a GGUF file")
     whole = read_json(directory / "config.json")
     name, tower = _name_of(whole), whole.get("vision_config")
     if name not in READERS or not isinstance(tower, dict):

@@ -5,24 +5,27 @@ Must not know: families of models, files, requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ....ipc.models.vision_tower import Tower
 from ....kernels.ops import AttentionMetadata, make_metadata
 from ...model import ImageEncoder
 from ..layers import LayerFactory, Weights
 from .places import Grid, angles_of, make_grid, patches_of, positions_of
 from .tower import Places, VisionTower
 
+Run = Callable[[torch.Tensor, Places], list[torch.Tensor]]
+
 
 class VisionEncoder(ImageEncoder):
     """Encodes images one after another, so that none changes another's bits."""
 
-    def __init__(self, make: LayerFactory, tower: Tower):
-        self.config, self.dtype, self.device = tower, make.dtype, make.device
-        self.tower = VisionTower(make, tower)
+    def __init__(self, model: VisionTower, run: Run, make: LayerFactory):
+        """run: calls the model."""
+        self.config, self.dtype, self.device = model.config, make.dtype, make.device
+        self.tower, self._run = model, run
+        tower = model.config
         self.width = sum(one.dense[-1].out_features for one in tower.projectors)
         # of each value of a channel: [256, 3]
         values = torch.arange(256.0)[:, None] / 255
@@ -46,7 +49,7 @@ class VisionEncoder(ImageEncoder):
         size, merge, layer = self.config.patch_size, self.config.merge, self.config.layer
         window = 0 if layer is None else layer.attention.window
         grid = make_grid(height // size, width // size, merge, window)
-        results = self.tower(self._patches(pixels, grid), self._places(grid))
+        results = self._run(self._patches(pixels, grid), self._places(grid))
         num_rows = len(grid.order) // (merge * merge)
         rows = torch.cat(
             [one.finish(x, num_rows) for one, x in zip(self.tower.projectors, results)], 1

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from quire.executor.model_builder import make_encoder
+from quire.executor.models.vision.encoder import VisionEncoder
 from quire.executor.weights.table import stored_shape
 from quire.executor.worker import Worker
 from quire.frontend.engine_args import EngineArgs
@@ -56,3 +57,19 @@ def test_bits_do_not_depend_on_what_is_beside_nor_on_threads(saved):
     alone = [worker.model.encoder.encode([pixels]) for pixels in images]
     beside = worker.model.encoder.encode([*images[::-1], *images])
     assert torch.equal(beside[-sum(map(len, alone)) :], torch.cat(alone))
+    more = load(directory, dtype="bfloat16", num_threads=2).model.encoder.encode(images)
+    assert torch.equal(more, torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_native_call_has_the_bits_of_single_operations(saved, dtype):
+    kind, _, directory = saved
+    encoder = load(directory, dtype=dtype).model.encoder
+    images = make_images(kind)
+    found = encoder.encode(images)
+    if kind in ("gemma4", "qwen2_5_vl"):  # it has bounds, or windows
+        assert encoder._run is encoder.tower
+        return
+    assert encoder._run._program is not None
+    op_by_op = VisionEncoder(encoder.tower, encoder.tower, encoder)
+    assert torch.equal(op_by_op.encode(images), found)

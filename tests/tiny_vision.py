@@ -28,7 +28,7 @@ _QWEN: dict[str, Any] = {
 _VIT: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
     "num_attention_heads": 2,
     "patch_size": 4,
 }
@@ -76,6 +76,7 @@ _TOWER: dict[str, dict[str, Any]] = {
         "model_type": "internvl_vision",
         "image_size": [24, 24],
         "patch_size": [4, 4],
+        "num_hidden_layers": 4,
         "attention_bias": True,
     },
     "internvl_normed": _VIT
@@ -87,7 +88,13 @@ _TOWER: dict[str, dict[str, Any]] = {
         "norm_type": "rms_norm",
         "use_mean_pooling": False,
     },
-    "lfm2_vl": _VIT | {"model_type": "siglip2_vision_model", "num_patches": 16},
+    "lfm2_vl": _VIT
+    | {
+        "model_type": "siglip2_vision_model",
+        "num_patches": 16,
+        "patch_size": 16,
+        "vision_use_head": False,
+    },
 }
 # keys of config.json beside its parts
 _WHOLE: dict[str, dict[str, Any]] = {
@@ -139,7 +146,7 @@ SIZES: dict[str, list[tuple[int, int]]] = {
     "smolvlm": [(24, 24), (16, 16)],
     "internvl": [(24, 24)],
     "internvl_normed": [(24, 24)],
-    "lfm2_vl": [(16, 16), (32, 8), (8, 24)],
+    "lfm2_vl": [(64, 64), (128, 32), (32, 96)],
 }
 KINDS = tuple(_TOWER)
 
@@ -255,8 +262,8 @@ def _idefics(model: Any, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def _lfm2(model: Any, pixels: torch.Tensor) -> torch.Tensor:
-    patches, _ = _patches(_normalised(pixels)[0], 4)
-    shape = torch.tensor([[pixels.shape[0] // 4, pixels.shape[1] // 4]])
+    patches, _ = _patches(_normalised(pixels)[0], 16)
+    shape = torch.tensor([[pixels.shape[0] // 16, pixels.shape[1] // 16]])
     mask = torch.ones(1, patches.shape[1], dtype=torch.int32)
     return torch.cat(model.model.get_image_features(patches, shape, mask).pooler_output)
 

@@ -6,6 +6,7 @@ Must not know: families of models, what a parameter is for, requests.
 from __future__ import annotations
 
 import mmap
+from math import prod
 from pathlib import Path
 
 import torch
@@ -52,15 +53,15 @@ def load_mmproj(encoder: ImageEncoder, vision: VisionConfig, report: Report, fil
 def _find(
     file: GGUFFile, names: tuple[str, ...], own: str, target: torch.Tensor
 ) -> list[GGUFTensor]:
+    if len(names) == 1 and names[0] not in file.tensors:  # some files have q, k and v apart
+        names = tuple(names[0].replace(".attn_qkv.", f".attn_{x}.") for x in "qkv")
     parts = []
     for name in names:
         if name not in file.tensors:
             raise ModelLoadError(f"{file.paths[0]}: there is no tensor {name} for {own}")
         tensor = file.tensors[name]
-        count = 1
-        for size in tensor.shape:
-            count *= size
-        if count * len(names) != max(1, target.numel()) or tensor.type not in READABLE_TYPES:
+        is_size = prod(tensor.shape) * len(names) == target.numel()
+        if not is_size or tensor.type not in READABLE_TYPES:
             raise ModelLoadError(
                 f"{tensor.path}: tensor {name} is {tensor.type:.20} of shape "
                 f"{list(tensor.shape)!s:.100}, the encoder needs {stored_shape(target)}"
@@ -74,14 +75,19 @@ def _values(
 ) -> torch.Tensor | PackedRows:
     """What fills `target`: blocks of a matrix as they are, other numbers in fp32."""
     is_rearranged = isinstance(target, Weight) and isinstance(target.part, Rearranged)
-    if target.dim() == 2 and len(parts) == 1 and not is_rearranged:
+    is_image = len(parts[0].shape) == 4  # [rows, channels, height, width] of a patch
+    if target.dim() == 2 and len(parts) == 1 and not is_rearranged and not is_image:
         return packed[0]
-    numbers = [one.dequantized(torch.float32) for one in packed]
     shape = stored_shape(target)
-    if len(numbers) > 1:  # the frames of a patch
-        frames = [one.reshape(shape[:2] + shape[3:]) for one in numbers]
-        return torch.stack(frames, 2)
-    values = numbers[0].reshape(shape)
+    numbers = [
+        one.dequantized(torch.float32).view(part.shape) for one, part in zip(packed, parts)
+    ]
+    if len(numbers) > 1:  # the frames of a patch, or q, k and v
+        return torch.stack(numbers, 2) if is_image else torch.cat(numbers)
+    values = numbers[0]
+    if is_image and not is_rearranged:
+        values = values.permute(0, 2, 3, 1)
+    values = values.reshape(shape)
     if isinstance(target, Weight) and target.offset:  # files have the sum
         values = values - target.offset
     return values

@@ -114,7 +114,7 @@ def vision_of_mmproj(path: Path, model: Path, hf_config: dict[str, Any]) -> Visi
         family=name,
         hidden_size=width,
         tower=_tower_keys(own, deep),
-        whole=_whole_keys(own),
+        whole=_whole_keys(own) | {"text_config": {"rms_norm_eps": hf_config["rms_norm_eps"]}},
         processor={key: own.get(key) for key in ("image_mean", "image_std") if own.get(key)},
         image_token_id=_placeholder(text, name),
         unit=1,
@@ -177,9 +177,10 @@ def _tower_keys(own: _Own, deep: list[int]) -> dict[str, Any]:
         keys["head_dim"] = shape[0] // heads
     if own.file.metadata.get("clip.use_silu"):
         keys["hidden_act"] = "silu"
-    if own.get("window_size"):
-        keys["window_size"] = own.get("window_size")
-        every = own.get("n_wa_pattern", 8)
+    if own.get("window_size") is not None:
+        keys["window_size"] = own.size("window_size")
+    if own.get("n_wa_pattern"):  # each so-and-so-many-th layer sees the whole image
+        every = own.size("n_wa_pattern")
         keys["fullatt_block_indexes"] = list(range(every - 1, own.size("block_count"), every))
     return keys
 

@@ -29,8 +29,8 @@ def find_vision(
     """How the model of `directory` reads images; None: it does not.
 
     hf_config: of its text part. overrides: of keys of config.json; those of vision_config apply
-    here. mmproj: the setting, for a GGUF file. Raises ModelLoadError for files that cannot be read or that the family's encoder does not
-    support.
+    here. mmproj: the setting, for a GGUF file. Raises ModelLoadError for files that cannot be read
+    or that the family's encoder does not support.
     """
     if is_gguf(directory):
         path = find_mmproj(directory, mmproj)

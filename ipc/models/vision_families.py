@@ -239,20 +239,9 @@ def _gemma3(vision: VisionConfig) -> Tower:
 
 def _gemma4(vision: VisionConfig) -> Tower:
     keys, base = TowerKeys(vision), "vision_tower."
-    size, heads = keys.size("hidden_size", 768), keys.size("num_attention_heads", 12)
-    kv_heads, head_dim = keys.size("num_key_value_heads", heads), keys.size("head_dim", 64)
-    inner, patch = keys.size("intermediate_size", 3072), keys.side("patch_size", 16)
-    eps, rows = keys.number("rms_norm_eps", 1e-6, 0, 1), keys.size("position_embedding_size", 10240)
-    block, is_clipped = f"{base}encoder.layers.{{}}.", keys.switch("use_clipped_linears", False)
+    size, patch = keys.size("hidden_size", 768), keys.side("patch_size", 16)
+    rows, eps = keys.size("position_embedding_size", 10240), keys.number("rms_norm_eps", 1e-6, 0, 1)
     standardizes = keys.switch("standardize", False)
-
-    def norm(name: str, size: int) -> Norm:
-        return Norm(name, size, eps, RMS, is_fp32=True)
-
-    def dense(name: str, inputs: int, outputs: int) -> Dense:
-        return Dense(f"{block}{name}.linear", inputs, outputs, False, is_clipped=is_clipped)
-
-    counts = zip("qkv", (heads, kv_heads, kv_heads))
     return Tower(
         hidden_size=size,
         num_layers=keys.size("num_hidden_layers", 16),
@@ -264,40 +253,55 @@ def _gemma4(vision: VisionConfig) -> Tower:
         positions=AXES,
         position_name=f"{base}patch_embedder.position_embedding_table",
         position_shape=(2, rows, size),
-        layer=TowerLayer(
-            attention=Attention(
-                heads=heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                scale=1.0,
-                qkv=tuple(dense(f"self_attn.{x}_proj", size, n * head_dim) for x, n in counts),
-                out=dense("self_attn.o_proj", heads * head_dim, size),
-                q_norm=norm(f"{block}self_attn.q_norm", head_dim),
-                k_norm=norm(f"{block}self_attn.k_norm", head_dim),
-                value_norm=norm("", head_dim),
-                rope=HALVES_OF_HEADS,
-                rope_theta=_rope_theta(keys, 100.0),
-            ),
-            attention_norm=norm(f"{block}input_layernorm", size),
-            attention_after=norm(f"{block}post_attention_layernorm", size),
-            mlp_norm=norm(f"{block}pre_feedforward_layernorm", size),
-            mlp_after=norm(f"{block}post_feedforward_layernorm", size),
-            up=(dense("mlp.gate_proj", size, inner), dense("mlp.up_proj", size, inner)),
-            down=dense("mlp.down_proj", inner, size),
-            activation=keys.activation("hidden_activation", "gelu_pytorch_tanh"),
-        ),
+        layer=_gemma4_layer(keys, size, eps, f"{base}encoder.layers.{{}}."),
         projectors=(
             Projector(
                 pooling=MEAN,
                 factor=size**0.5,
                 shift=f"{base}std_bias" if standardizes else "",
                 scale=f"{base}std_scale" if standardizes else "",
-                after=norm("", size),
+                after=Norm("", size, eps, RMS, is_fp32=True),
                 dense=(
                     Dense("embed_vision.embedding_projection", size, vision.hidden_size, False),
                 ),
             ),
         ),
+    )
+
+
+def _gemma4_layer(keys: TowerKeys, size: int, eps: float, block: str) -> TowerLayer:
+    heads, head_dim = keys.size("num_attention_heads", 12), keys.size("head_dim", 64)
+    kv_heads, inner = keys.size("num_key_value_heads", heads), keys.size("intermediate_size", 3072)
+    is_clipped = keys.switch("use_clipped_linears", False)
+
+    def norm(name: str, size: int) -> Norm:
+        return Norm(name and block + name, size, eps, RMS, is_fp32=True)
+
+    def dense(name: str, inputs: int, outputs: int) -> Dense:
+        return Dense(f"{block}{name}.linear", inputs, outputs, False, is_clipped=is_clipped)
+
+    counts = zip("qkv", (heads, kv_heads, kv_heads))
+    return TowerLayer(
+        attention=Attention(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=1.0,
+            qkv=tuple(dense(f"self_attn.{x}_proj", size, n * head_dim) for x, n in counts),
+            out=dense("self_attn.o_proj", heads * head_dim, size),
+            q_norm=norm("self_attn.q_norm", head_dim),
+            k_norm=norm("self_attn.k_norm", head_dim),
+            value_norm=norm("", head_dim),
+            rope=HALVES_OF_HEADS,
+            rope_theta=_rope_theta(keys, 100.0),
+        ),
+        attention_norm=norm("input_layernorm", size),
+        attention_after=norm("post_attention_layernorm", size),
+        mlp_norm=norm("pre_feedforward_layernorm", size),
+        mlp_after=norm("post_feedforward_layernorm", size),
+        up=(dense("mlp.gate_proj", size, inner), dense("mlp.up_proj", size, inner)),
+        down=dense("mlp.down_proj", inner, size),
+        activation=keys.activation("hidden_activation", "gelu_pytorch_tanh"),
     )
 
 
@@ -441,29 +445,17 @@ def _lfm2(vision: VisionConfig) -> Tower:
 
 def _internvl(vision: VisionConfig) -> Tower:
     keys, base = TowerKeys(vision), "vision_tower."
-    whole, name, block = (
-        Keys(vision.whole, {}),
-        "multi_modal_projector.",
-        f"{base}encoder.layer.{{}}.",
-    )
-    size, heads = keys.size("hidden_size", 1024), keys.size("num_attention_heads", 16)
-    inner, patch = keys.size("intermediate_size", 4096), keys.side("patch_size", 14)
+    whole, name = Keys(vision.whole, {}), "multi_modal_projector."
+    size, patch = keys.size("hidden_size", 1024), keys.side("patch_size", 14)
     side, eps = keys.side("image_size", 448) // patch, keys.number("layer_norm_eps", 1e-6, 0, 1)
     merge = round(1 / whole.number("downsample_ratio", 0.5, 0.01, 1))
-    kind = {"layer_norm": LAYER, "rms_norm": RMS}.get(keys.get("norm_type", "layer_norm"))
-    if kind is None:
-        raise malformed("norm_type", "layer_norm or rms_norm", keys.get("norm_type"))
     if (layer := whole.get("vision_feature_layer", -1)) != -1:
         raise malformed("vision_feature_layer", "-1 for an InternVL tower", layer)
     if not keys.switch("use_absolute_position_embeddings", True):
         raise malformed("use_absolute_position_embeddings", "true", False)
-    has_bias, is_normed = keys.switch("attention_bias", False), keys.switch("use_qk_norm", False)
     inputs, width = size * merge * merge, vision.hidden_size
     has_final = not keys.switch("use_mean_pooling", True)
-
-    def norm_of(x: str) -> Norm | None:
-        return Norm(f"{block}attention.{x}_norm", size, 1e-6, RMS) if is_normed else None
-
+    activation = whole.activation("projector_hidden_act", "gelu")
     return Tower(
         hidden_size=size,
         num_layers=keys.size("num_hidden_layers", 24),
@@ -475,38 +467,48 @@ def _internvl(vision: VisionConfig) -> Tower:
         position_name=f"{base}embeddings.position_embeddings",
         position_shape=(1, side * side + 1, size),
         class_token=f"{base}embeddings.cls_token",
-        layer=TowerLayer(
-            attention=Attention(
-                heads=heads,
-                kv_heads=heads,
-                head_dim=size // heads,
-                scale=(size // heads) ** -0.5,
-                qkv=tuple(Dense(f"{block}attention.{x}_proj", size, size, has_bias) for x in "qkv"),
-                out=Dense(f"{block}attention.projection_layer", size, size),
-                q_norm=norm_of("q"),
-                k_norm=norm_of("k"),
-            ),
-            attention_norm=Norm(f"{block}layernorm_before", size, eps, kind),
-            attention_factor=f"{block}lambda_1",
-            mlp_norm=Norm(f"{block}layernorm_after", size, eps, kind),
-            mlp_factor=f"{block}lambda_2",
-            up=(Dense(f"{block}mlp.fc1", size, inner),),
-            down=Dense(f"{block}mlp.fc2", inner, size),
-            activation=keys.activation("hidden_act", "gelu"),
-        ),
+        layer=_internvl_layer(keys, size, eps, f"{base}encoder.layer.{{}}."),
         final_norm=Norm(f"{base}layernorm", size, eps) if has_final else None,
         projectors=(
             Projector(
                 after=Norm(f"{name}layer_norm", inputs, 1e-5),
                 dense=(
-                    Dense(
-                        *(f"{name}linear_1", inputs, width),
-                        activation=whole.activation("projector_hidden_act", "gelu"),
-                    ),
+                    Dense(f"{name}linear_1", inputs, width, activation=activation),
                     Dense(f"{name}linear_2", width, width),
                 ),
             ),
         ),
+    )
+
+
+def _internvl_layer(keys: TowerKeys, size: int, eps: float, block: str) -> TowerLayer:
+    heads, inner = keys.size("num_attention_heads", 16), keys.size("intermediate_size", 4096)
+    has_bias, is_normed = keys.switch("attention_bias", False), keys.switch("use_qk_norm", False)
+    kind = {"layer_norm": LAYER, "rms_norm": RMS}.get(keys.get("norm_type", "layer_norm"))
+    if kind is None:
+        raise malformed("norm_type", "layer_norm or rms_norm", keys.get("norm_type"))
+
+    def norm_of(x: str) -> Norm | None:
+        return Norm(f"{block}attention.{x}_norm", size, 1e-6, RMS) if is_normed else None
+
+    return TowerLayer(
+        attention=Attention(
+            heads=heads,
+            kv_heads=heads,
+            head_dim=size // heads,
+            scale=(size // heads) ** -0.5,
+            qkv=tuple(Dense(f"{block}attention.{x}_proj", size, size, has_bias) for x in "qkv"),
+            out=Dense(f"{block}attention.projection_layer", size, size),
+            q_norm=norm_of("q"),
+            k_norm=norm_of("k"),
+        ),
+        attention_norm=Norm(f"{block}layernorm_before", size, eps, kind),
+        attention_factor=f"{block}lambda_1",
+        mlp_norm=Norm(f"{block}layernorm_after", size, eps, kind),
+        mlp_factor=f"{block}lambda_2",
+        up=(Dense(f"{block}mlp.fc1", size, inner),),
+        down=Dense(f"{block}mlp.fc2", inner, size),
+        activation=keys.activation("hidden_act", "gelu"),
     )
 
 

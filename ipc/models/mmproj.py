@@ -18,7 +18,6 @@ from .vision_families import FAMILIES, tower_of
 from .vision_tower import Projector, Tower
 
 CLIP = "clip"
-IDEFICS3_SIDE = 364  # of its images; files of SmolVLM name the same projector
 # clip.projector_type -> the family; that of Qwen3-VL is also that of Qwen3.5, by the text model
 PROJECTORS = {
     "qwen3vl_merger": "qwen3_vl",
@@ -40,7 +39,6 @@ _PLACEHOLDERS = {
     "mistral3": "[IMG]",
     "pixtral": "[IMG]",
     "idefics3": "<image>",
-    "smolvlm": "<image>",
     "internvl": "<IMG_CONTEXT>",
     "lfm2_vl": "<image>",
 }
@@ -55,7 +53,6 @@ _PROJECTOR_NAMES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "mistral3": ("mm.input_norm", "", ("mm.patch_merger", "mm.1", "mm.2")),
     "pixtral": ("", "", ("mm.1", "mm.2")),
     "idefics3": ("", "", ("mm.model.fc",)),
-    "smolvlm": ("", "", ("mm.model.fc",)),
     "internvl": ("", "mm.model.mlp.0", ("mm.model.mlp.1", "mm.model.mlp.3")),
     "lfm2_vl": ("", "mm.input_norm", ("mm.1", "mm.2")),
 }
@@ -97,8 +94,6 @@ def vision_of_mmproj(path: Path, model: Path, hf_config: dict[str, Any]) -> Visi
     name = PROJECTORS[kind]
     if name == "qwen3_vl" and str(hf_config.get("model_type")).startswith("qwen3_5"):
         name = "qwen3_5"
-    if name == "idefics3" and own.get("image_size") != IDEFICS3_SIDE:
-        name = "smolvlm"
     if name == "mistral3" and "mm.patch_merger.weight" not in file.tensors:
         name = "pixtral"
     family, width = FAMILIES[name], own.size("projection_dim")
@@ -115,7 +110,7 @@ def vision_of_mmproj(path: Path, model: Path, hf_config: dict[str, Any]) -> Visi
         hidden_size=width,
         tower=_tower_keys(own, deep),
         whole=_whole_keys(own) | {"text_config": {"rms_norm_eps": hf_config["rms_norm_eps"]}},
-        processor={key: own.get(key) for key in ("image_mean", "image_std") if own.get(key)},
+        processor=_processor_keys(own, name),
         image_token_id=_placeholder(text, name),
         unit=1,
         num_vectors=1 + len(deep),
@@ -199,6 +194,19 @@ def _whole_keys(own: _Own) -> dict[str, Any]:
     if isinstance(merge, int) and merge > 0:
         keys |= {"scale_factor": merge, "downsample_factor": merge, "downsample_ratio": 1 / merge}
     keys["mm_tokens_per_image"] = (side // (merge or 4)) ** 2
+    return keys
+
+
+def _processor_keys(own: _Own, family: str) -> dict[str, Any]:
+    """What preprocessor_config.json would say, as far as the file does."""
+    keys = {key: own.get(key) for key in ("image_mean", "image_std") if own.get(key)}
+    longest = own.get("preproc_image_size")
+    if family == "idefics3" and type(longest) is int:
+        keys["size"] = {"longest_edge": longest}
+        keys["max_image_size"] = {"longest_edge": own.size("image_size")}
+    low, high = own.get("image_min_pixels"), own.get("image_max_pixels")
+    if type(low) is int and type(high) is int:
+        keys["size"] = {"shortest_edge": low, "longest_edge": high}
     return keys
 
 

@@ -576,7 +576,6 @@ FAMILIES = {
         VisionFamily("mistral3", _pixtral, ("image_token_index", 10)),
         VisionFamily("pixtral", _pixtral, ("image_token_index", 32_000)),
         VisionFamily("idefics3", _idefics3, ("image_token_id", 128_257)),
-        VisionFamily("smolvlm", _idefics3, ("image_token_id", 128_257)),
         VisionFamily("internvl", _internvl, ("image_token_id", 151_667)),
         VisionFamily("lfm2_vl", _lfm2, ("image_token_id", 396)),
     )
@@ -594,7 +593,7 @@ READERS = {
     "Mistral3ForConditionalGeneration": "mistral3",
     "LlavaForConditionalGeneration": "pixtral",
     "Idefics3ForConditionalGeneration": "idefics3",
-    "SmolVLMForConditionalGeneration": "smolvlm",
+    "SmolVLMForConditionalGeneration": "idefics3",
     "InternVLForConditionalGeneration": "internvl",
     "Lfm2VlForConditionalGeneration": "lfm2_vl",
 }

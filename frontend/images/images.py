@@ -26,7 +26,7 @@ from .media import ImageSource, Media
 from .pictures import Picture
 
 DEFAULT_LIMIT = 16  # images of a prompt
-MAX_DECODERS = 4  # threads; each holds at most one picture that is not yet resized
+MAX_DECODERS = 2  # threads; each takes up to 600 MiB for a picture of the largest size
 NUM_FETCHERS = 8  # threads that wait for servers
 MESSAGE_PART = 0.9  # of max_message_bytes that pixels may take
 Prepared = tuple[list[int], list[ImageItem]]

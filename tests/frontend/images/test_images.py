@@ -282,7 +282,7 @@ def test_few_pictures_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         await asyncio.gather(*(preparer.prepare_async(PAD, [one]) for one in sources))
 
     monkeypatch.setattr(EncodedPicture, "decode", counted)
-    monkeypatch.setattr(module, "available_cores", lambda: 2)
+    monkeypatch.setattr(module, "available_cores", lambda: 64)
     preparer = make_preparer()
     asyncio.run(run())
     assert most[0] == 2

@@ -79,9 +79,7 @@ def _values(
     if target.dim() == 2 and len(parts) == 1 and not is_rearranged and not is_image:
         return packed[0]
     shape = stored_shape(target)
-    numbers = [
-        one.dequantized(torch.float32).view(part.shape) for one, part in zip(packed, parts)
-    ]
+    numbers = [one.dequantized(torch.float32).view(part.shape) for one, part in zip(packed, parts)]
     if len(numbers) > 1:  # the frames of a patch, or q, k and v
         return torch.stack(numbers, 2) if is_image else torch.cat(numbers)
     values = numbers[0]

@@ -32,6 +32,8 @@ from ...ipc.models.gguf import is_gguf, read_gguf
 from ...ipc.models.gguf_weights import DTYPE_BYTES, tensors_by_name
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...ipc.models.quantization_config import parse_quantization
+from ...ipc.models.vision_config import VisionConfig
+from ...ipc.models.vision_families import tower_of
 
 # kernels/triton/top_k_top_p.py lists tokens for a cut, with their orders and masses
 SAMPLING_ROW_BYTES = 2 * 8192 * 8
@@ -204,6 +206,21 @@ def measure_model(
     num_fp32 = _count_fp32(config, shapes, norms)
     num_fp32 += sum(prod(shape) for layer in config.head for _, shape in layer.shapes())
     return ModelSizes(architecture, config, sum(map(prod, shapes.values())), num_fp32)
+
+
+def encoder_bytes(vision: VisionConfig | None, dtype: str, quantization: str | None = None) -> int:
+    """Returns the bytes of the weights of an encoder of images, or 0 for a model without one."""
+    if vision is None:
+        return 0
+    tower = tower_of(vision)
+    number_bytes = DTYPE_BYTES[dtype]
+    num_bytes = sum(map(prod, tower.weight_shapes().values())) * number_bytes
+    num_bytes += tower.num_fp32 * (DTYPE_BYTES["float32"] - number_bytes)
+    if quantization is not None:
+        bits = QUANTIZATION_BITS[quantization]
+        for rows, columns in tower.linear_shapes():
+            num_bytes += quantized_bytes(rows, columns, bits) - rows * columns * number_bytes
+    return num_bytes
 
 
 def measure_mtp_head(hf_config: dict[str, Any]) -> HeadSizes:

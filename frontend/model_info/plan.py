@@ -46,6 +46,7 @@ from .model_sizes import (
     HeadSizes,
     ModelSizes,
     StoredSizes,
+    encoder_bytes,
     kv_bytes_by_layer,
     kv_bytes_per_token,
     largest_head_dim,
@@ -405,9 +406,9 @@ def weights_in_engine(config: EngineConfig, sizes: ModelSizes) -> tuple[int, boo
     the files.
     """
     kept_bytes = _bytes_of_blocks(config, sizes)
-    if kept_bytes is not None:
-        return kept_bytes, True
     model_config = config.model_config
+    if kept_bytes is not None:
+        return kept_bytes + encoder_bytes(model_config.vision, model_config.dtype), True
     return _bytes_of_packed(config, sizes, model_config.dtype, model_config.quantization), False
 
 
@@ -416,6 +417,7 @@ def _bytes_of_packed(
 ) -> int:
     """Returns the bytes of the weights that one engine has."""
     num_bytes = sizes.weights_bytes(dtype, quantization) - _mapped_bytes(config, sizes, dtype)
+    num_bytes += encoder_bytes(config.model_config.vision, dtype, quantization)
     if shares_experts(config):
         # each has equally many, see check_expert_parallel
         size = config.device_config.data_parallel_size

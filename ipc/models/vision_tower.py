@@ -212,3 +212,35 @@ class Tower(msgspec.Struct, frozen=True, kw_only=True):
         for index in range(self.num_layers):
             shapes |= {name.format(index): shape for name, shape in layer}
         return shapes
+
+    def linear_shapes(self) -> list[tuple[int, int]]:
+        """(rows, columns) of the layers that follow `quantization`, as they are merged. Those whose
+        weight files have in another order, and the patch projection, keep the dtype.
+        """
+        denses = [[one] for projector in self.projectors for one in projector.dense]
+        if self.layer is not None:
+            own = self.layer.attention
+            blocks = [[*own.qkv], [own.out], [*self.layer.up], [self.layer.down]]
+            if own.out.is_clipped:  # bounds of their own keep layers apart
+                blocks = [[one] for block in blocks for one in block]
+            denses += blocks * self.num_layers
+        return [
+            (sum(one.out_features for one in block), block[0].in_features)
+            for block in denses
+            if block[0].stored is None
+        ]
+
+    @property
+    def num_fp32(self) -> int:
+        """How many numbers are fp32 in every dtype of the model."""
+        count = 0
+        ends = self.pixel_norm, self.patch_norm, self.first_norm, self.final_norm
+        norms = [*ends, *(norm for one in self.projectors for norm in (one.before, one.after))]
+        count += sum(2 * one.dense[0].in_features for one in self.projectors if one.shift)
+        if (layer := self.layer) is not None:
+            own = layer.attention
+            inside = layer.attention_norm, layer.attention_after, layer.mlp_norm, layer.mlp_after
+            norms += [*inside, own.q_norm, own.k_norm] * self.num_layers
+            denses = *own.qkv, own.out, *layer.up, layer.down
+            count += self.num_layers * sum(4 for one in denses if one.is_clipped)
+        return count + sum(one.size for one in norms if one and one.is_fp32 and one.name)

@@ -52,15 +52,17 @@ def make_norm(make: LayerFactory, norm: config.Norm, index: int = 0) -> Norm:
     return RMSNorm(name, Weight(weight, offset=norm.offset), norm.eps, make.ops)
 
 
-def make_dense(make: LayerFactory, dense: config.Dense, index: int = 0) -> Linear:
+def make_dense(make: LayerFactory, dense: config.Dense, follows_quantization: bool) -> Linear:
     """Makes a linear layer. One whose weight files have in another order keeps the model's dtype in
     every quantization.
     """
-    name, sizes = dense.name.format(index), (dense.in_features, dense.out_features)
-    if dense.stored is None:
-        return make.linear(sizes[0], {name: sizes[1]}, dense.has_bias)
-    stored = Rearranged(dense.stored.shape, dense.stored.view, dense.stored.dims)
-    return make.plain_linear(name, *sizes, dense.has_bias, stored)
+    sizes = dense.in_features, dense.out_features
+    if dense.stored is not None:
+        stored = Rearranged(dense.stored.shape, dense.stored.view, dense.stored.dims)
+        return make.plain_linear(dense.name, *sizes, dense.has_bias, stored)
+    if not follows_quantization:
+        return make.plain_linear(dense.name, *sizes, dense.has_bias)
+    return make.linear(sizes[0], {dense.name: sizes[1]}, dense.has_bias)
 
 
 class Merged:
@@ -226,7 +228,7 @@ class Projector:
         self.config, self.ops, self.square = projector, make.ops, merge * merge
         self.before = make_norm(make, projector.before) if projector.before is not None else None
         self.after = make_norm(make, projector.after) if projector.after is not None else None
-        self.dense = [make_dense(make, one) for one in projector.dense]
+        self.dense = [make_dense(make, one, True) for one in projector.dense]
         self.shift = self.scale = None
         if projector.shift:
             self.shift, self.scale = (
@@ -281,7 +283,7 @@ class VisionTower:
 
     def __init__(self, make: LayerFactory, tower: config.Tower):
         self.config, self.ops = tower, make.ops
-        self.patch = make_dense(make, tower.patch)
+        self.patch = make_dense(make, tower.patch, False)
         self.table = make.parameter(*tower.position_shape) if tower.positions else None
         self.class_token = None
         if tower.class_token:

@@ -7,6 +7,7 @@ from quire.executor.models.vision.encoder import VisionEncoder
 from quire.executor.weights.table import stored_shape
 from quire.executor.worker import Worker
 from quire.frontend.engine_args import EngineArgs
+from quire.frontend.model_info.model_sizes import encoder_bytes
 from quire.ipc.models.vision_config import grid_of
 from quire.ipc.models.vision_families import tower_of
 from quire.tests.tiny_vision import KINDS, make_images, save_tiny_vision_model, transformers_rows
@@ -42,10 +43,13 @@ def test_rows_equal_those_of_transformers(saved, isa):
         assert (mine - rows).abs().max() < 1e-4 * rows.abs().max()
 
 
-def test_weights_are_those_that_the_table_names(saved):
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_weights_are_those_that_the_table_names(saved, quantization):
     _, _, directory = saved
-    config = EngineArgs(str(directory), dtype="bfloat16").create_engine_config()
-    encoder, _ = make_encoder(config, torch.bfloat16, torch.device("cpu"), "auto")
+    arguments = {"dtype": "bfloat16", "quantization": quantization}
+    config = EngineArgs(str(directory), **arguments).create_engine_config()
+    encoder, num_bytes = make_encoder(config, torch.bfloat16, torch.device("cpu"), "auto")
+    assert num_bytes == encoder_bytes(config.model_config.vision, "bfloat16", quantization)
     shapes = {name: stored_shape(tensor) for name, tensor in encoder.weights()}
     assert shapes == tower_of(config.model_config.vision).weight_shapes()
 

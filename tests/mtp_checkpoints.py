@@ -21,6 +21,7 @@ from torch import Tensor
 
 QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 NEMOTRON = "nemotron_h"
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
 _FILE, _CONFIG = "model.safetensors", "config.json"
 # what writes to the residual stream
 _OUTPUTS = re.compile(r"\.(o_proj|out_proj|down_proj)\.weight$")
@@ -50,7 +51,7 @@ def save_with_head(
     model.save_pretrained(directory)
     save_tiny_tokenizer(directory)
     stored = json.loads((directory / _CONFIG).read_text())
-    for key in ("layer_types", "mlp_layer_types", "layers_block_type"):
+    for key in ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types"):
         if isinstance(stored.get(key), list):
             stored[key] = stored[key][:count]
     further = "mtp_num_hidden_layers" if kind in QWEN else "num_nextn_predict_layers"
@@ -76,11 +77,13 @@ def _add_layers(config: Any) -> None:
     if kind == NEMOTRON:
         config.layer_types = [*config.layer_types, "full_attention", "moe"]
         return
+    attention = "full_attention" if kind in QWEN else "indexed_attention"
+    own = {"layer_types": attention, "mlp_layer_types": "sparse", "indexer_types": "full"}
+    listed = {key: getattr(config, key, None) for key in own}
     config.num_hidden_layers += 1
-    if kind in QWEN:
-        config.layer_types = [*config.layer_types, "full_attention"]
-    if isinstance(kinds := getattr(config, "mlp_layer_types", None), list):
-        config.mlp_layer_types = [*kinds, "sparse"]
+    for key, kinds in listed.items():
+        if isinstance(kinds, list):
+            setattr(config, key, [*kinds, own[key]])
 
 
 _FINAL_NORMS = "model.norm.weight", "backbone.norm_f.weight"
@@ -228,13 +231,16 @@ class TorchHead:
 
     def _layers_of_transformers(self, x: Tensor) -> Tensor:
         model, positions = self._larger.model, torch.arange(len(x))[None]
-        x = x[None]
+        x, mask = x[None], None
+        if self.kind in INDEXED:
+            mask = torch.ones(1, 1, len(positions[0]), len(positions[0])).tril() > 0
         for layer in model.layers[self.config.num_hidden_layers :]:
             if self.kind == NEMOTRON:
                 x = layer(x, position_ids=positions)
                 continue
             angles = model.rotary_emb(x, positions)
-            x = layer(x, attention_mask=None, position_ids=positions, position_embeddings=angles)
+            x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+            x = x[0] if isinstance(x, tuple) else x  # GLM-5's returns what its indexer chooses
         return x[0]
 
     @cached_property

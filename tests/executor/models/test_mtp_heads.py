@@ -15,12 +15,12 @@ import torch
 from quire import LLM, SamplingParams
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.tests.gguf_hybrids import write_hybrid_gguf
-from quire.tests.mtp_checkpoints import NEMOTRON, QWEN, TorchHead, save_with_head
+from quire.tests.mtp_checkpoints import INDEXED, NEMOTRON, QWEN, TorchHead, save_with_head
 from quire.tests.quantized_checkpoints import write_quantized
 from quire.tests.tiny_models import save_tiny_model
 from safetensors.torch import load_file, save_file
 
-KINDS = (*QWEN, "deepseek_v3", "glm4_moe_lite", "glm4_moe", NEMOTRON)
+KINDS = (*QWEN, "deepseek_v3", *INDEXED, "glm4_moe_lite", "glm4_moe", NEMOTRON)
 DRAFTING = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": list(range(start, end))} for start, end in ((20, 60), (90, 101))]

@@ -8,6 +8,7 @@ from quire.core.engine_core import EngineCore
 from quire.core.kv_cache.block_pool import BlockPool
 from quire.core.kv_cache.events import KEY_BYTES, KVEvents
 from quire.core.kv_cache.kv_cache_manager import KVCacheManager, WatchedBlockPool
+from quire.ipc.block_offload import group_of
 from quire.ipc.kv_events import (
     CPU,
     GPU,
@@ -121,11 +122,15 @@ def cached_in(core: EngineCore) -> set[tuple[str, int | None, int]]:
     manager = core.scheduler.kv_cache_manager
     has_groups = len(manager.layout.windows) > 1
     offload = getattr(core.executor, "offload", None)
+
+    def group(name: bytes) -> int | None:
+        return group_of(name) if has_groups else None
+
     return {
         (GPU, int.from_bytes(name[32:]) if has_groups else None, hash_for_routers(name))
         for name in manager.block_pool._cached
         if len(name) <= KEY_BYTES
-    } | {(CPU, None, hash_for_routers(name)) for name in (offload.kept if offload else ())}
+    } | {(CPU, group(name), hash_for_routers(name)) for name in (offload.kept if offload else ())}
 
 
 @contextmanager
@@ -143,17 +148,16 @@ def watched_core(tmp_path, loss: float, seed: int, **arguments):
 
 def random_settings(rng: random.Random) -> dict:
     is_offloading = rng.random() < 0.3
-    windows = [(0,)] if is_offloading else [(0,), (0,), (40,), (0, 40), (0, 1, 17, 17, 100)]
     return {
         "max_num_batched_tokens": rng.choice([16, 64, 2048]),
-        "windows": rng.choice(windows),
+        "windows": rng.choice([(0,), (0,), (40,), (0, 40), (0, 1, 17, 17, 100)]),
         "spare_blocks": rng.choice([0, 7, 23, 983]),
         "max_num_seqs": rng.choice([1, 3, 8, 64]),
         "preemption_mode": rng.choice(["auto", "recompute", "swap"]),
         "async_scheduling": rng.random() < 0.3 and not is_offloading,
         "kv_offloading_size": rng.choice([5, 1000]) / 1024 if is_offloading else None,
         "num_scheduler_steps": rng.choice([0, 0, 2]),
-        "pipeline_parallel_size": 1 if is_offloading else rng.choice([1, 2, 3]),
+        "pipeline_parallel_size": rng.choice([1, 2, 3]),
     }
 
 

@@ -8,25 +8,27 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.ipc.params import RequestOutputKind
-from quire.kernels.cpu.native.library import library
 from quire.kernels.cpu.native.replay import Program
 from quire.tests.client_forms import closing, make_async_engine, make_engine
+from quire.tests.equalities import (
+    few_blocks,
+    make_jobs,
+    needs_native_kernels,
+    run_alone,
+    settings_with,
+)
 from quire.tests.mtp_checkpoints import NEMOTRON, QWEN, save_with_head
 from quire.tests.test_bit_equalities import assert_same_bits, name_of, run
-from quire.tests.workloads import Job, random_jobs
+from quire.tests.workloads import Job
 
-pytestmark = pytest.mark.skipif(
-    library is None, reason="native kernels are not built here; torch's do not promise this"
-)
+pytestmark = needs_native_kernels
 
-FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=36, num_scheduler_steps=1)
+FEW = few_blocks()
 DRAFTING = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
 
 
@@ -42,30 +44,16 @@ def common(model: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def jobs() -> list[Job]:
-    found = []
-    for job in random_jobs(24, vocab_size=300, seed=3, max_prompt=120, max_output=100):
-        params = msgspec.structs.replace(job.params, logprobs=2, stop=None, ignore_eos=True)
-        found.append(replace(job, params=params, arrives_at_step=job.arrives_at_step // 16))
-    return found
+    return make_jobs(24, max_prompt=120, max_output=100, crowding=16)
 
 
 @pytest.fixture(scope="module")
 def expected(model, jobs):
-    """Run each request alone and without drafts: its prompt in one piece, on one thread."""
-    settings = common(model) | dict(enable_prefix_caching=False, max_num_seqs=1, num_threads=1)
-    with closing(make_engine(**settings)) as engine:
-        return run(engine, jobs, aborts=False)
+    """Without drafts."""
+    return run_alone(common(model), jobs)
 
 
-SETTINGS = [
-    dict(num_threads=2, max_num_batched_tokens=37),
-    dict(**FEW, preemption_mode="recompute", enable_prefix_caching=False),
-    dict(**FEW, preemption_mode="swap", max_num_batched_tokens=64, async_scheduling=True),
-    dict(num_scheduler_steps=4, max_num_seqs=5, long_prefill_token_threshold=19),
-]
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=name_of)
+@pytest.mark.parametrize("settings", settings_with(FEW), ids=name_of)
 def test_drafts_of_a_head_change_no_bit(model, jobs, expected, settings):
     settings = common(model) | settings | dict(speculative_config=DRAFTING)
     with closing(make_engine(**settings)) as engine:

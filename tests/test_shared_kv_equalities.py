@@ -12,25 +12,23 @@ from typing import Any
 import msgspec
 import pytest
 from quire.executor.program.narrowed import NarrowedForward
-from quire.kernels.cpu.native.library import library
 from quire.tests.client_forms import closing, make_engine
+from quire.tests.equalities import (
+    NGRAM,
+    few_blocks,
+    make_jobs,
+    needs_native_kernels,
+    run_alone,
+    settings_with,
+)
 from quire.tests.test_bit_equalities import assert_same_bits, name_of, run
 from quire.tests.tiny_models import save_tiny_model
-from quire.tests.workloads import Job, random_jobs
+from quire.tests.workloads import Job
 
-pytestmark = pytest.mark.skipif(
-    library is None, reason="native kernels are not built here; torch's do not promise this"
-)
+pytestmark = needs_native_kernels
 
-FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=98, num_scheduler_steps=1)
-NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
-SETTINGS = [
-    dict(num_threads=2, max_num_batched_tokens=37),
-    dict(**FEW, preemption_mode="recompute", enable_prefix_caching=False),
-    dict(**FEW, preemption_mode="swap", max_num_batched_tokens=64, async_scheduling=True),
-    dict(num_scheduler_steps=4, max_num_seqs=5, long_prefill_token_threshold=19),
-    dict(speculative_config=NGRAM, num_threads=2),
-]
+FEW = few_blocks(98)
+SETTINGS = [*settings_with(FEW), dict(speculative_config=NGRAM, num_threads=2)]
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +41,16 @@ def common(tmp_path_factory) -> dict[str, Any]:
 def jobs() -> list[Job]:
     """Some request the log-probabilities of their prompts, for which all rows are computed."""
     rng, found = random.Random(5), []
-    for job in random_jobs(30, vocab_size=300, seed=3, max_prompt=200, max_output=40):
-        asked = {"logprobs": 2, "prompt_logprobs": rng.choice([None] * 5 + [1])}
-        params = msgspec.structs.replace(job.params, **asked, stop=None, ignore_eos=True)
-        found.append(replace(job, params=params, arrives_at_step=job.arrives_at_step // 12))
+    for job in make_jobs(30, max_prompt=200, max_output=40, crowding=12):
+        prompt_logprobs = rng.choice([None] * 5 + [1])
+        params = msgspec.structs.replace(job.params, prompt_logprobs=prompt_logprobs)
+        found.append(replace(job, params=params))
     return found
 
 
 @pytest.fixture(scope="module")
 def expected(common, jobs):
-    """Run each request alone: its prompt in one piece, on one thread, with an empty cache."""
-    settings = common | dict(enable_prefix_caching=False, max_num_seqs=1, num_threads=1)
-    with closing(make_engine(**settings)) as engine:
-        return run(engine, jobs, aborts=False)
+    return run_alone(common, jobs)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=name_of)

@@ -4,24 +4,27 @@ log-probabilities do not depend on the batch, on chunks, on checkpoints, or on s
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 from quire import LLM, SamplingParams
-from quire.kernels.cpu.native.library import library
 from quire.tests.client_forms import closing, make_engine
+from quire.tests.equalities import (
+    NGRAM,
+    few_blocks,
+    make_jobs,
+    needs_native_kernels,
+    run_alone,
+    settings_with,
+)
 from quire.tests.test_bit_equalities import assert_same_bits, name_of, run
 from quire.tests.tiny_models import save_tiny_model
-from quire.tests.workloads import Job, random_jobs
+from quire.tests.workloads import Job
 
-pytestmark = pytest.mark.skipif(
-    library is None, reason="native kernels are not built here; torch's do not promise this"
-)
+pytestmark = needs_native_kernels
 
-FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=36, num_scheduler_steps=1)
-NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
+FEW = few_blocks()
 
 
 @pytest.fixture(scope="module", params=["granitemoehybrid", "mamba2", "kimi_linear"])
@@ -36,27 +39,17 @@ def common(model: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def jobs() -> list[Job]:
-    found = []
-    for job in random_jobs(24, vocab_size=300, seed=3, max_prompt=200, max_output=40):
-        params = msgspec.structs.replace(job.params, logprobs=2, stop=None, ignore_eos=True)
-        found.append(replace(job, params=params, arrives_at_step=job.arrives_at_step // 4))
-    return found
+    return make_jobs(24, max_prompt=200, max_output=40, crowding=4)
 
 
 @pytest.fixture(scope="module")
 def expected(model, jobs):
-    """Run each request alone: its prompt in one piece, on one thread, with an empty cache."""
-    settings = common(model) | dict(enable_prefix_caching=False, max_num_seqs=1, num_threads=1)
-    with closing(make_engine(**settings)) as engine:
-        return run(engine, jobs, aborts=False)
+    return run_alone(common(model), jobs)
 
 
 SETTINGS = [
     dict(num_threads=2),
-    dict(num_threads=2, max_num_batched_tokens=37),
-    dict(**FEW, preemption_mode="recompute", enable_prefix_caching=False),
-    dict(**FEW, preemption_mode="swap", max_num_batched_tokens=64, async_scheduling=True),
-    dict(num_scheduler_steps=4, max_num_seqs=5, long_prefill_token_threshold=19),
+    *settings_with(FEW),
     dict(speculative_config=NGRAM, num_threads=2),
 ]
 

@@ -1,12 +1,12 @@
-"""What a rank needs to draft with a model: the weights, a part of each block of the KV cache, and
-the program.
+"""What a rank needs to draft with a model or heads: the weights, a part of each block of the KV
+cache, and the programs.
 
 Must not know: requests, how drafts are verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,16 +38,16 @@ class Builder(Protocol):
     weights_bytes: int
     ops: OpTable
 
-    def build(self, report: Report) -> Any: ...
+    def build(self, report: Report) -> list[Any]: ...  # models, of which heads may form a chain
 
 
 class _DraftModelBuilder(ModelBuilder):
     """Builds a draft model from the files of its configuration, or random ones."""
 
-    def build(self, report: Report) -> Any:  # type: ignore[override]
+    def build(self, report: Report) -> list[Any]:  # type: ignore[override]
         is_random = self.config.load_config.load_format == "dummy"
         directory = None if is_random else Path(self.config.model_config.model)
-        return super().build(directory, report)
+        return [super().build(directory, report)]
 
 
 def draft_config(config: EngineConfig) -> ModelConfig | None:
@@ -57,7 +57,7 @@ def draft_config(config: EngineConfig) -> ModelConfig | None:
 
 
 class Draft:
-    """A model or head that drafts. The constructor builds it without a cache. `builder` has built
+    """A model that drafts, or heads. The constructor builds it without a cache. `builder` has built
     `model`, which verifies and whose layers have the kv_cache_windows (see Executor). What drafts
     keeps the whole context, in the blocks of the first group.
 
@@ -94,7 +94,6 @@ class Draft:
         self._batch = batch
         max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
         most_held = resolved(scheduler_config.speculative_config).num_speculative_tokens + 1
-        self._rows = head_rows(scheduler_config)
         kv_cache = builder.kv_cache_dtype, builder.device
         isa = builder.cpu_isa
         self._builder: Builder
@@ -107,21 +106,28 @@ class Draft:
                 DraftModel, max_num_tokens=max_num_tokens, max_model_len=max_model_len
             )
         else:
-            self._builder = HeadBuilder(config, method, builder, model, self._rows)
+            self._builder = HeadBuilder(config, method, builder, model)
             self._drafter_of = partial(
                 HeadDrafter, max_model_len=max_model_len, most_held=most_held
             )
-        self._built: Model = self._builder.build(report)
-        if isinstance(self._built, DraftHead):
-            self._built.share(model)
+        self._built: Sequence[Model] = self._builder.build(report)
+        self._rows = head_rows(scheduler_config, len(self._built))
+        for head in self._heads():
+            head.share(model)
         self._cache = KVCacheMemory(self.attention_layers(), config, *kv_cache)
-        self.drafter = self._make_drafter(None)  # made anew with the program
+        self.drafter = self._make_drafter([None] * len(self._built))  # made anew with the programs
 
-    def _make_drafter(self, forward: Forward | None) -> DraftModel | HeadDrafter:
-        """forward: how a pass runs; None: operation by operation."""
-        ahead = int(isinstance(self._built, DraftHead))
-        passes = DraftPasses(self._built, self._builder.ops, self._batch, ahead, forward)
-        return self._drafter_of(passes, self._batch)
+    def _heads(self) -> list[DraftHead]:
+        return [built for built in self._built if isinstance(built, DraftHead)]
+
+    def _make_drafter(self, forwards: Sequence[Forward | None]) -> DraftModel | HeadDrafter:
+        """forwards: how a pass of each model runs; None: operation by operation."""
+        ops, batch, first = self._builder.ops, self._batch, len(self._heads()) and 1
+        passes = [
+            DraftPasses(built, ops, batch, first + depth, forward)
+            for depth, (built, forward) in enumerate(zip(self._built, forwards))
+        ]
+        return self._drafter_of(passes, batch)
 
     @property
     def weights_bytes(self) -> int:
@@ -133,13 +139,13 @@ class Draft:
         return self._cache.block_bytes(self.attention_layers())
 
     def attention_layers(self) -> list[Any]:
-        return self._built.attention_layers()
+        return [layer for built in self._built for layer in built.attention_layers()]
 
     def host_caches(self, num_blocks: int) -> list[torch.Tensor]:
         return self._cache.host_caches(self.attention_layers(), num_blocks)
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocates the cache and records the program."""
+        """Allocates the cache and records the programs."""
         self._cache.bind(self.attention_layers(), num_blocks)
         self._record()
 
@@ -147,24 +153,25 @@ class Draft:
         """Takes another model of the same class as the one that verifies, before it runs: a head
         shares its weights. The caller has to record the model afterwards.
         """
-        if isinstance(head := self._built, DraftHead):
+        for head in self._heads():
             head.share(model)
-            if head.attention_layers()[0].key_cache is not None:
-                self._record()
+        if self._heads() and self.attention_layers()[0].key_cache is not None:
+            self._record()
 
     def _record(self) -> None:
-        """Records the program, which holds the addresses of weights and cache."""
+        """Records the programs, which hold the addresses of weights and cache."""
         max_num_seqs = self._config.scheduler_config.max_num_seqs
         limits = Limits(self._rows, max_num_seqs, max_num_seqs)
-        ops = self._builder.ops
-        program = record_step(self._built, ops, limits, self._num_groups)
-        self.drafter = self._make_drafter(program)
+        ops, groups = self._builder.ops, self._num_groups
+        self.drafter = self._make_drafter(
+            [record_step(built, ops, limits, groups) for built in self._built]
+        )
 
     def run_pass(self, num_tokens: int) -> None:
-        """Runs a pass of one-token rows that has no effect on the cache."""
+        """Runs a pass of one-token rows, of the first model, that has no effect on the cache."""
         self.drafter.passes.run(*dummy_step(num_tokens, num_tokens, self._num_groups))
 
     def release_cache(self) -> None:
         """Frees the cache. No drafts follow until `allocate`."""
         release_caches(self.attention_layers())
-        self.drafter = self._make_drafter(None)
+        self.drafter = self._make_drafter([None] * len(self._built))

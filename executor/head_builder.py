@@ -1,4 +1,4 @@
-"""Builds a head that drafts for a model, after the model.
+"""Builds heads that draft for a model, after the model.
 
 Must not know: caches, requests, steps, the names in checkpoints.
 """
@@ -13,8 +13,9 @@ from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.models.decoder_config import DecoderConfig
 from ..ipc.models.draft_heads import (
     eagle3_config,
-    find_head,
+    find_heads,
     head_config,
+    head_rows,
     scaled_outputs,
     why_no_head,
 )
@@ -30,20 +31,12 @@ OPTION = "speculative_config"
 
 
 class HeadBuilder:
-    """Builds a head. `config` is the engine's, with the model_config of the head. `builder` has
-    built `model`, which verifies and whose weights a head shares. A pass has at most `rows` tokens.
+    """Builds heads. `config` is the engine's, with the model_config of the heads. `builder` has
+    built `model`, which verifies and whose weights a head shares.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        method: str,
-        builder: ModelBuilder,
-        model: Model,
-        rows: int,
-    ):
+    def __init__(self, config: EngineConfig, method: str, builder: ModelBuilder, model: Model):
         self._config, self._method, self._builder = config, method, builder
-        self._rows = rows
         self.weights_bytes = 0
         target, hf_config = builder.shape, config.model_config.hf_config
         if not isinstance(model, Decoder):
@@ -74,34 +67,52 @@ class HeadBuilder:
             builder.cpu_isa,
         )
 
-    def build(self, report: Callable[[str, float], None]) -> DraftHead:
-        """Returns a head that shares nothing yet. Raises ModelLoadError, InvalidParameterError."""
-        model_config, builder = self._config.model_config, self._builder
-        directory = Path(model_config.model)
-        make = LayerFactory(self.ops, builder.dtype, builder.device, model_config.quantization)
-        sizes = self._rows, resolved(model_config.max_model_len)
-        head: DraftHead
-        if self._method == "eagle3":
-            weights = HeadWeights(directory)
-            bias = "midlayer.self_attn.q_proj.bias" in weights
-            tokens = read_known_tokens(weights, model_config.hf_config, self.shape.vocab_size)
-            known = None if tokens is None else tokens.sort().values.int()
-            layers, size = self._tap_layers(), self.shape.hidden_size
-            head = Eagle3Head(make, self.shape, layers, *sizes, bias, known)
-            fill_eagle3(head.weights(), size, layers, weights, tokens, make.fill)
-        else:
-            assert self._row is not None
-            num_layers = self.shape.num_hidden_layers
-            names = find_head(directory, builder.shape.num_hidden_layers, num_layers)
-            blocks = BlocksOfRow(self._row, self.shape, make, sizes[1])
-            parts = blocks.attention, blocks.mlp, blocks.norms, self._row.names, None, False
-            layers = [make_layer(make, self.shape, index, *parts) for index in range(num_layers)]
-            head = MTPHead(make, self.shape, self._rows, layers, names.is_hidden_first)
-            stored_as = parse_quantization(model_config.hf_config)
-            load_mtp(head, names, directory, report, make.fill, stored_as)
+    def build(self, report: Callable[[str, float], None]) -> list[DraftHead]:
+        """Returns the heads of a chain, which share nothing yet. Raises ModelLoadError,
+        InvalidParameterError.
+        """
+        builder = self._builder
+        quantization = self._config.model_config.quantization
+        make = LayerFactory(self.ops, builder.dtype, builder.device, quantization)
+        own = self._build_eagle3 if self._method == "eagle3" else self._build_mtp
+        heads = own(make, report)
         report("load the head", 1.0)
         self.weights_bytes = make.weights_bytes
-        return head
+        return heads
+
+    def _build_eagle3(
+        self, make: LayerFactory, report: Callable[[str, float], None]
+    ) -> list[DraftHead]:
+        model_config = self._config.model_config
+        weights = HeadWeights(Path(model_config.model))
+        bias = "midlayer.self_attn.q_proj.bias" in weights
+        tokens = read_known_tokens(weights, model_config.hf_config, self.shape.vocab_size)
+        known = None if tokens is None else tokens.sort().values.int()
+        layers, size = self._tap_layers(), self.shape.hidden_size
+        sizes = head_rows(self._config.scheduler_config, 1), resolved(model_config.max_model_len)
+        head = Eagle3Head(make, self.shape, layers, *sizes, bias, known)
+        fill_eagle3(head.weights(), size, layers, weights, tokens, make.fill)
+        return [head]
+
+    def _build_mtp(
+        self, make: LayerFactory, report: Callable[[str, float], None]
+    ) -> list[DraftHead]:
+        model_config, scheduling = self._config.model_config, self._config.scheduler_config
+        directory, row = Path(model_config.model), self._row
+        assert row is not None
+        num_layers = self.shape.num_hidden_layers
+        most = resolved(scheduling.speculative_config).num_speculative_tokens
+        chain = find_heads(directory, self._builder.shape.num_hidden_layers, num_layers, most)
+        blocks = BlocksOfRow(row, self.shape, make, resolved(model_config.max_model_len))
+        parts = blocks.attention, blocks.mlp, blocks.norms, row.names, None, False
+        stored_as, heads = parse_quantization(model_config.hf_config), list[DraftHead]()
+        for names in chain:
+            layers = [make_layer(make, self.shape, index, *parts) for index in range(num_layers)]
+            num_rows = head_rows(scheduling, len(chain))
+            head = MTPHead(make, self.shape, num_rows, layers, names.is_hidden_first)
+            load_mtp(head, names, directory, report, make.fill, stored_as)
+            heads.append(head)
+        return heads
 
     def _tap_layers(self) -> list[int]:
         """The layers of the model whose inputs EAGLE-3 reads: those that its config.json names, or

@@ -1,6 +1,6 @@
-"""Tiny checkpoints with a head for multi-token prediction, and that head in torch.
+"""Tiny checkpoints with heads for multi-token prediction, and those heads in torch.
 
-The head's layers are the last ones of a model in transformers' code that has more layers than the
+The heads' layers are the last ones of a model in transformers' code that has more layers than the
 checkpoint says.
 """
 
@@ -33,9 +33,11 @@ def save_with_head(
     dtype: str = "float32",
     *,
     is_right: bool = False,
+    num_heads: int = 1,
     **overrides: Any,
 ) -> Path:
-    """Writes a checkpoint of `kind`; `overrides` are keys of config.json.
+    """Writes a checkpoint of `kind`; `overrides` are keys of config.json. Several heads form a
+    chain.
 
     is_right: layers change the residual stream so little that the next token mostly follows from
     the last one alone, and the head says which it is.
@@ -45,7 +47,7 @@ def save_with_head(
     logging.disable_progress_bar()
     config, larger = (make_tiny_config(kind, **overrides) for _ in range(2))
     count, size = config.num_hidden_layers, config.hidden_size
-    _add_layers(larger)
+    _add_layers(larger, num_heads)
     model = AutoModelForCausalLM.from_config(larger)
     randomize(model, 0)
     model.save_pretrained(directory)
@@ -55,14 +57,17 @@ def save_with_head(
         if isinstance(stored.get(key), list):
             stored[key] = stored[key][:count]
     further = "mtp_num_hidden_layers" if kind in QWEN else "num_nextn_predict_layers"
-    stored |= {"num_hidden_layers": count, further: 1, "dtype": dtype}
+    stored |= {"num_hidden_layers": count, further: num_heads, "dtype": dtype}
     (directory / _CONFIG).write_text(json.dumps(stored))
     tensors = load_file(directory / _FILE)
     generator = torch.Generator().manual_seed(1)
-    for name, shape in (("fc", (size, 2 * size)), *((name, (size,)) for name in _NORMS)):
-        noise = torch.randn(shape, generator=generator)
-        tensors[name] = 1 + 0.2 * noise if len(shape) == 1 else noise * (1.6 / shape[1] ** 0.5)
-    names = _names(kind, count)
+    for depth in range(1 if kind in QWEN else num_heads):
+        shapes = {"fc": (size, 2 * size)} | dict.fromkeys(_NORMS, (size,))
+        for name, shape in shapes.items():
+            noise = torch.randn(shape, generator=generator)
+            own = 1 + 0.2 * noise if len(shape) == 1 else noise * (1.6 / shape[1] ** 0.5)
+            tensors[f"{depth}.{name}"] = own
+    names = _names(kind, count, num_heads)
     if is_right:
         of_layers = tuple(name for name in names if name.endswith("."))
         _make_right(tensors, of_layers, offset=float(kind in QWEN))
@@ -71,41 +76,47 @@ def save_with_head(
     return directory
 
 
-def _add_layers(config: Any) -> None:
-    """Adds the layers of the head to those of the model."""
+def _add_layers(config: Any, num_heads: int) -> None:
+    """Adds the layers of the heads to those of the model."""
     kind = config.model_type
     if kind == NEMOTRON:
-        config.layer_types = [*config.layer_types, "full_attention", "moe"]
+        config.layer_types = [*config.layer_types, *["full_attention", "moe"] * num_heads]
         return
     attention = "full_attention" if kind in QWEN else "indexed_attention"
     own = {"layer_types": attention, "mlp_layer_types": "sparse", "indexer_types": "full"}
     listed = {key: getattr(config, key, None) for key in own}
-    config.num_hidden_layers += 1
+    config.num_hidden_layers += num_heads
     for key, kinds in listed.items():
         if isinstance(kinds, list):
-            setattr(config, key, [*kinds, own[key]])
+            setattr(config, key, [*kinds, *[own[key]] * num_heads])
 
 
 _FINAL_NORMS = "model.norm.weight", "backbone.norm_f.weight"
 _NORMS = ("token_norm", "hidden_norm", "head_norm")
 
 
-def _names(kind: str, count: int) -> dict[str, str]:
-    """What stands in front in the checkpoint, for the beginnings of names."""
-    layers = [f"model.layers.{count}."]
-    if kind in QWEN:
-        own = "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
-        to = ["mtp.layers.0."]
-    elif kind == NEMOTRON:
-        layers = [f"backbone.layers.{index}." for index in (count, count + 1)]
-        to = ["mtp.layers.0.", "mtp.layers.1."]
-        first = (to[0] + name for name in ("eh_proj", "enorm", "hnorm"))
-        own = *first, to[1] + "final_layernorm"
-    else:
-        to = layers
-        own = tuple(to[0] + name for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm"))
-    names = {name: f"{new}.weight" for name, new in zip(("fc", *_NORMS), own)}
-    return names | dict(zip(layers, to))
+def _names(kind: str, count: int, num_heads: int) -> dict[str, str]:
+    """What stands in front in the checkpoint, for the beginnings of names. A number in front of a
+    name is the head's.
+    """
+    names: dict[str, str] = {}
+    for depth in range(num_heads):
+        layers = [f"model.layers.{count + depth}."]
+        if kind in QWEN:
+            own = "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
+            own, to = own if depth == 0 else (), [f"mtp.layers.{depth}."]
+        elif kind == NEMOTRON:
+            indices = 2 * depth, 2 * depth + 1
+            layers = [f"backbone.layers.{count + index}." for index in indices]
+            to = [f"mtp.layers.{index}." for index in indices]
+            first = (to[0] + name for name in ("eh_proj", "enorm", "hnorm"))
+            own = *first, to[1] + "final_layernorm"
+        else:
+            to = layers
+            own = tuple(to[0] + name for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm"))
+        names |= {f"{depth}.{name}": f"{new}.weight" for name, new in zip(("fc", *_NORMS), own)}
+        names |= dict(zip(layers, to))
+    return names
 
 
 def _renamed(name: str, names: dict[str, str]) -> str:
@@ -124,24 +135,28 @@ def _make_right(tensors: dict[str, Tensor], layers: tuple[str, ...], offset: flo
     for name, tensor in tensors.items():
         if _OUTPUTS.search(name):
             tensors[name] = tensor * (0.01 if name.startswith(layers) else 0.02)
-    tensors["fc"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
-    tensors["token_norm"] = torch.full((size,), 1 - offset)
-    tensors["head_norm"] = norm.clone()
+    for name in [name for name in tensors if name.endswith(".fc")]:
+        depth = name.removesuffix("fc")
+        tensors[name] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+        tensors[f"{depth}token_norm"] = torch.full((size,), 1 - offset)
+        tensors[f"{depth}head_norm"] = norm.clone()
 
 
 class TorchHead:
-    """The head of a checkpoint of save_with_head, in fp32, and the model that it drafts for."""
+    """The heads of a checkpoint of save_with_head, in fp32, and the model that they draft for."""
 
     def __init__(self, directory: Path):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.config = config = AutoConfig.from_pretrained(directory)
         self.kind, count = config.model_type, config.num_hidden_layers
+        own = json.loads((directory / _CONFIG).read_text())
+        further = "mtp_num_hidden_layers" if self.kind in QWEN else "num_nextn_predict_layers"
+        self.num_heads = own[further]
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        stored, names = load_file(directory / _FILE), _names(self.kind, count)
+        stored, names = load_file(directory / _FILE), _names(self.kind, count, self.num_heads)
         back = {new: old for old, new in names.items()}
         self.tensors = {_renamed(name, back): t.float() for name, t in stored.items()}
-        self.prefix = f"model.layers.{count}."  # of Qwen's layer
         self.offset = float(self.kind in QWEN)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
@@ -155,34 +170,39 @@ class TorchHead:
         return self.model.model(torch.tensor([token_ids])).last_hidden_state[0]
 
     @torch.no_grad()
-    def logits(self, token_ids: list[int], state: Tensor) -> tuple[Tensor, Tensor]:
-        """token_ids [T]: the one after each position; state [T, hidden_size] -> logits [T,
-        vocab_size] and the next state.
+    def logits(self, depth: int, token_ids: list[int], state: Tensor) -> tuple[Tensor, Tensor]:
+        """token_ids [T]: those that the head at this depth reads; state [T, hidden_size] -> logits
+        [T, vocab_size] and the next state.
         """
+        own = 0 if self.kind in QWEN else depth
         embedding = self.model.get_input_embeddings()
-        token = self._norm(embedding(torch.tensor(token_ids)), "token_norm")
-        joined = torch.cat([token, self._norm(state, "hidden_norm")], 1)
-        x = joined @ self.tensors["fc"].T
-        x = self._qwen_layer(x) if self.kind in QWEN else self._layers_of_transformers(x)
-        x = self._norm(x, "head_norm")
+        token = self._norm(embedding(torch.tensor(token_ids)), f"{own}.token_norm")
+        joined = torch.cat([token, self._norm(state, f"{own}.hidden_norm")], 1)
+        x = joined @ self.tensors[f"{own}.fc"].T
+        x = self._qwen_layer(x, depth) if self.kind in QWEN else self._layers(x, depth)
+        x = self._norm(x, f"{own}.head_norm")
         return x @ self.tensors["lm_head.weight"].T, x
 
     def drafts(self, token_ids: list[int], count: int) -> tuple[list[int], Tensor]:
-        """What the head drafts behind token_ids, by the largest logits, and the first logits."""
+        """What the heads draft behind token_ids, by the largest logits, and the first logits."""
         state, tokens = self.hidden(token_ids)[:-1], token_ids[1:]
         first, drafts = torch.empty(0), list[int]()
-        for _ in range(count):
-            logits, states = self.logits(tokens, state)
+        for index in range(count):
+            logits, states = self.logits(min(index, self.num_heads - 1), tokens, state)
             first = first if drafts else logits[-1]
             drafts.append(int(logits[-1].argmax()))
-            tokens, state = [*tokens, drafts[-1]], torch.cat([state, states[-1:]])
+            if index + 1 < self.num_heads:  # the next head: one token later, the same positions
+                tokens, state = [*tokens[1:], drafts[-1]], states
+            else:
+                tokens, state = [*tokens, drafts[-1]], torch.cat([state, states[-1:]])
         return drafts, first
 
     def _of_layer(self, name: str) -> Tensor:
         return self.tensors[f"{self.prefix}{name}.weight"]
 
-    def _qwen_layer(self, x: Tensor) -> Tensor:
+    def _qwen_layer(self, x: Tensor, depth: int) -> Tensor:
         """Gated attention, then an MLP or experts."""
+        self.prefix = f"model.layers.{self.config.num_hidden_layers + depth}."
         config, num_tokens = self.config, len(x)
         heads, size = config.num_attention_heads, config.head_dim
         normed = self._norm(x, f"{self.prefix}input_layernorm.weight")
@@ -229,12 +249,14 @@ class TorchHead:
         gate, up = (x @ self._of_layer(f"{block}.{name}").T for name in ("gate_proj", "up_proj"))
         return (F.silu(gate) * up) @ self._of_layer(f"{block}.down_proj").T
 
-    def _layers_of_transformers(self, x: Tensor) -> Tensor:
+    def _layers(self, x: Tensor, depth: int) -> Tensor:
+        """Those of transformers' code."""
         model, positions = self._larger.model, torch.arange(len(x))[None]
-        x, mask = x[None], None
+        x, own, mask = x[None], model.layers[self.config.num_hidden_layers :], None
         if self.kind in INDEXED:
             mask = torch.ones(1, 1, len(positions[0]), len(positions[0])).tril() > 0
-        for layer in model.layers[self.config.num_hidden_layers :]:
+        size = len(own) // self.num_heads
+        for layer in own[depth * size : (depth + 1) * size]:
             if self.kind == NEMOTRON:
                 x = layer(x, position_ids=positions)
                 continue
@@ -249,9 +271,9 @@ class TorchHead:
         from transformers import AutoModelForCausalLM
 
         config = type(self.config).from_dict(self.config.to_dict())
-        _add_layers(config)
+        _add_layers(config, self.num_heads)
         with tempfile.TemporaryDirectory() as directory:
             config.save_pretrained(directory)
-            own = {n: t.contiguous() for n, t in self.tensors.items() if n not in ("fc", *_NORMS)}
+            own = {n: t.contiguous() for n, t in self.tensors.items() if not n[0].isdigit()}
             save_file(own, Path(directory) / _FILE, metadata={"format": "pt"})
             return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

@@ -32,10 +32,15 @@ FEW = few_blocks()
 DRAFTING = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
 
 
-@pytest.fixture(scope="module", params=[*QWEN, "glm4_moe_lite", NEMOTRON])
+MODELS = [*((kind, 1) for kind in (*QWEN, "glm4_moe_lite", NEMOTRON)), ("glm4_moe", 2)]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=str)
 def model(request, tmp_path_factory) -> str:
-    directory = tmp_path_factory.mktemp(request.param)
-    return str(save_with_head(directory, request.param, "bfloat16", is_right=True))
+    kind, num_heads = request.param
+    directory = tmp_path_factory.mktemp(kind)
+    right = dict(is_right=True, num_heads=num_heads)
+    return str(save_with_head(directory, kind, "bfloat16", **right))
 
 
 def common(model: str) -> dict[str, Any]:

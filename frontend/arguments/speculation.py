@@ -119,7 +119,7 @@ def _check_mtp(directory: Path, target: ModelConfig) -> None:
     # know all architectures, which a help text does not need
     from ...ipc.models.architectures import ARCHITECTURES
     from ...ipc.models.decoder_config import DecoderConfig
-    from ...ipc.models.draft_heads import find_head, head_config, why_no_head
+    from ...ipc.models.draft_heads import find_heads, head_config, why_no_head
     from ...ipc.models.fallback_architectures import parse_model
 
     try:
@@ -133,4 +133,4 @@ def _check_mtp(directory: Path, target: ModelConfig) -> None:
         raise InvalidParameterError(OPTION, f"method mtp is not offered for {reason}")
     assert row is not None
     head = head_config(row, target.hf_config)
-    find_head(directory, shape.num_hidden_layers, head.num_hidden_layers)
+    find_heads(directory, shape.num_hidden_layers, head.num_hidden_layers, 1)

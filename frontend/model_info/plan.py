@@ -18,7 +18,7 @@ from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.machine import free_memory_bytes, total_memory_bytes
 from ...ipc.models.architectures import NATIVE
 from ...ipc.models.decoder_config import DecoderConfig
-from ...ipc.models.draft_heads import find_head, head_rows, quantization_of_head
+from ...ipc.models.draft_heads import HeadNames, find_heads, head_rows, quantization_of_head
 from ...ipc.models.expert_parallel import shares_experts
 from ...ipc.models.fallback_architectures import parse_model
 from ...ipc.models.gguf import is_gguf, read_gguf
@@ -359,32 +359,36 @@ def _bytes_of_draft(config: EngineConfig) -> tuple[int, int]:
         shape = sizes.config
         of_draft = msgspec.structs.replace(config, model_config=draft)
         weights_bytes, _ = weights_in_engine(of_draft, sizes)
+    elif drafting.method == "eagle3":
+        head = measure_eagle3(draft.hf_config, Path(draft.model))
+        shape, weights_bytes = head.config, head.weights_bytes(draft.dtype, draft.quantization)
+        weights_bytes += head.states_bytes(draft.dtype, head_rows(scheduling, 1))
     else:
-        head = (
-            measure_mtp_head(draft.hf_config)
-            if drafting.method == "mtp"
-            else measure_eagle3(draft.hf_config, Path(draft.model))
-        )
-        weights_bytes = _bytes_of_head_blocks(config, draft, head)
-        if weights_bytes is None:
-            weights_bytes = head.weights_bytes(draft.dtype, draft.quantization)
-        weights_bytes += head.states_bytes(draft.dtype, head_rows(scheduling))
-        shape = head.config
+        head = measure_mtp_head(draft.hf_config)
+        shape, most = head.config, drafting.num_speculative_tokens
+        _, _, target = parse_model(config.model_config.hf_config, config.model_config.model_impl)
+        sizes_of_model = target.num_hidden_layers, shape.num_hidden_layers
+        chain = find_heads(Path(draft.model), *sizes_of_model, most)
+        weights_bytes = sum(_bytes_of_mtp_head(config, draft, head, names) for names in chain)
+        rows = head_rows(scheduling, len(chain))
+        weights_bytes += len(chain) * head.states_bytes(draft.dtype, rows)
+        per_token = kv_bytes_per_token(shape, draft.dtype, cache_config.kv_cache_dtype)
+        return weights_bytes, len(chain) * per_token * cache_config.block_size
     per_token = kv_bytes_per_token(shape, draft.dtype, cache_config.kv_cache_dtype)
     return weights_bytes, per_token * cache_config.block_size
 
 
-def _bytes_of_head_blocks(config: EngineConfig, draft: ModelConfig, head: HeadSizes) -> int | None:
-    """Returns the bytes of a head of a GGUF file or a quantized checkpoint whose blocks are kept,
-    or None for others. fc is unpacked (executor/models/draft_heads.py: JoinedLinear).
+def _bytes_of_mtp_head(
+    config: EngineConfig, draft: ModelConfig, head: HeadSizes, names: HeadNames
+) -> int:
+    """Returns the bytes of the weights of a head. Blocks of a GGUF file or a quantized checkpoint
+    are kept, if they are those of the model; fc is unpacked (executor/models/draft_heads.py:
+    JoinedLinear).
     """
     path, quantization = Path(draft.model), parse_quantization(draft.hf_config)
-    if not head.shapes or not _keeps_blocks(msgspec.structs.replace(config, model_config=draft)):
-        return None
-    if quantization is None and not is_gguf(path):
-        return None
-    _, _, target = parse_model(config.model_config.hf_config, config.model_config.model_impl)
-    names = find_head(path, target.num_hidden_layers, head.config.num_hidden_layers)
+    are_kept = _keeps_blocks(msgspec.structs.replace(config, model_config=draft))
+    if not are_kept or (quantization is None and not is_gguf(path)):
+        return head.weights_bytes(draft.dtype, draft.quantization)
     shapes = {names.of(name): shape for name, shape in head.shapes.items()}
     fc = names.of("fc.weight")
     if is_gguf(path):

@@ -6,12 +6,14 @@ Must not know: torch, tensors' values, how a head computes, requests.
 A head for multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3) is a layer of the model's kind
 after a projection of two inputs, each with a norm; Nemotron-H, whose layers have one block, has two
 layers there. Its tensors have these names here: fc, token_norm, hidden_norm, norm, and those of
-layers. A head of EAGLE-3 (Li et al. 2025) is a layer of Llama's kind.
+layers. A model may have several heads, each of which continues the one before. A head of EAGLE-3
+(Li et al. 2025) is a layer of Llama's kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,11 +51,14 @@ class HeadNames(NamedTuple):
         return f"{self.layers[int(index)]}.{rest}"
 
 
-def known_names(num_layers: int, num_head_layers: int = 1) -> list[HeadNames]:
-    """The names of MiMo, of DeepSeek and GLM, of Qwen, and of Nemotron-H. DeepSeek and GLM number
-    the head's layer after the model's `num_layers`; Nemotron-H has `num_head_layers` layers in it.
+def known_names(num_layers: int, num_head_layers: int = 1, depth: int = 0) -> list[HeadNames]:
+    """The names of MiMo, of DeepSeek and GLM, of Qwen, and of Nemotron-H, for the head at a depth
+    of a chain. DeepSeek and GLM number the head's layer after the model's `num_layers`; Nemotron-H
+    has `num_head_layers` layers in it. Qwen's heads share all but their layers.
     """
-    mimo, last = "model.mtp_layers.0", num_head_layers - 1
+    mimo = f"model.mtp_layers.{depth}"
+    own = range(depth * num_head_layers, (depth + 1) * num_head_layers)
+    first, last = f"mtp.layers.{own[0]}", f"mtp.layers.{own[-1]}"
     return [
         HeadNames(
             f"{mimo}.input_proj",
@@ -63,51 +68,59 @@ def known_names(num_layers: int, num_head_layers: int = 1) -> list[HeadNames]:
             (mimo,),
             is_hidden_first=True,
         ),
-        _of_deepseek(num_layers),
+        _of_deepseek(num_layers + depth),
         HeadNames(
             "mtp.fc",
             "mtp.pre_fc_norm_embedding",
             "mtp.pre_fc_norm_hidden",
             "mtp.norm",
-            ("mtp.layers.0",),
+            (first,),
         ),
         HeadNames(
-            "mtp.layers.0.eh_proj",
-            "mtp.layers.0.enorm",
-            "mtp.layers.0.hnorm",
-            f"mtp.layers.{last}.final_layernorm",
-            tuple(f"mtp.layers.{index}" for index in range(num_head_layers)),
+            f"{first}.eh_proj",
+            f"{first}.enorm",
+            f"{first}.hnorm",
+            f"{last}.final_layernorm",
+            tuple(f"mtp.layers.{index}" for index in own),
         ),
     ]
 
 
-def _of_deepseek(num_layers: int) -> HeadNames:
-    layer = f"model.layers.{num_layers}"
+def _of_deepseek(layer_index: int) -> HeadNames:
+    layer = f"model.layers.{layer_index}"
     norms = f"{layer}.enorm", f"{layer}.hnorm", f"{layer}.shared_head.norm"
     return HeadNames(f"{layer}.eh_proj", *norms, (layer,))
 
 
-def find_head(directory: Path, num_layers: int, num_head_layers: int) -> HeadNames:
-    """Finds the names that safetensors files use; see known_names. Tensors of a GGUF file, whose
-    path `directory` is, have those of DeepSeek (gguf_architectures.py). Raises ModelLoadError where
-    there is no head with so many layers, and for files that cannot be read.
+def find_heads(
+    directory: Path, num_layers: int, num_head_layers: int, most: int
+) -> list[HeadNames]:
+    """Finds the names that safetensors files use for the heads of a chain, at most `most`; see
+    known_names. Tensors of a GGUF file, whose path `directory` is, have those of DeepSeek
+    (gguf_architectures.py), and its first head is found. Raises ModelLoadError where there is no
+    head with so many layers, and for files that cannot be read.
     """
     if is_gguf(directory):
         fc = f"blk.{num_layers}.nextn.eh_proj.weight"
         if fc in read_gguf(directory).tensors and num_head_layers == 1:
-            return _of_deepseek(num_layers)
+            return [_of_deepseek(num_layers)]
         raise ModelLoadError(f"{directory}: has no head for multi-token prediction ({fc})")
     stored = {name for path in find_weight_files(directory) for name in read_header(path)}
-    known = [
-        names
-        for names in known_names(num_layers, num_head_layers)
-        if len(names.layers) == num_head_layers
+    chains = [
+        [names for names in chain if len(names.layers) == num_head_layers]
+        for chain in zip(*(known_names(num_layers, num_head_layers, d) for d in range(most)))
     ]
-    for names in known:
-        if any(name.startswith(f"{names.fc}.") for name in stored):
-            return names
-    tried = ", ".join(f"{names.fc}.weight" for names in known)
+    for chain in filter(None, chains):
+        found = list(takewhile(lambda names: _has_head(names, stored), chain))
+        if found:
+            return found
+    tried = ", ".join(f"{chain[0].fc}.weight" for chain in chains if chain)
     raise ModelLoadError(f"{directory}: has no head for multi-token prediction ({tried})")
+
+
+def _has_head(names: HeadNames, stored: Collection[str]) -> bool:
+    starts = f"{names.fc}.", f"{names.layers[0]}."
+    return all(any(name.startswith(start) for name in stored) for start in starts)
 
 
 def scaled_outputs(config: DecoderConfig) -> str:
@@ -197,10 +210,11 @@ def eagle3_config(hf_config: dict[str, Any]) -> DecoderConfig:
     return parse_decoder_config(own | {"num_hidden_layers": 1}, honours=honours)
 
 
-def head_rows(scheduling: SchedulerConfig) -> int:
+def head_rows(scheduling: SchedulerConfig, num_heads: int) -> int:
     """The most tokens of a head's pass: those of the model's pass, and those that each request has
-    held back.
+    held back. A further head of a chain holds as many back again, and positions that read drafts.
     """
     drafts = resolved(scheduling.speculative_config).num_speculative_tokens
     most_tokens = resolved(scheduling.max_num_batched_tokens)
-    return most_tokens + scheduling.max_num_seqs * (drafts + 1)
+    of_request = drafts + 1 if num_heads == 1 else 2 * (drafts + 1) + num_heads
+    return most_tokens + scheduling.max_num_seqs * of_request

@@ -1,4 +1,4 @@
-"""Drafts of a head, which reads hidden states of the model that verifies (models/draft_heads.py).
+"""Drafts of heads that read hidden states of the model that verifies (models/draft_heads.py).
 
 Must not know: how a draft is verified, how many drafts are worth their cost, files.
 
@@ -11,6 +11,16 @@ pass of the model, once the tokens of that pass are known:
 
 A pass with more positions than may be held, such as one of a prompt, is computed at once, except
 for the last position.
+
+A model may have several heads in a chain (DeepSeek-AI 2024, DeepSeek-V3). Position i of the one at
+depth k reads what the one before it left there, and the token k + 1 positions later. It makes draft
+k + 1. Its last k positions have read drafts, which may be refused, so they are computed again:
+
+    depth 0    a b c d        reads b c d e, gives x
+    depth 1    a b c d        reads c d e x, gives y; d is computed again
+    depth 2    a b c d        reads d e x y, gives z; c and d are computed again
+
+Drafts beyond the last head's are further passes of it.
 """
 
 from __future__ import annotations
@@ -25,10 +35,63 @@ from ..step_inputs import StepInputs
 from .draft_passes import DraftPasses, pass_over, within
 from .proposers import NOTHING
 
+Arrivals = list[tuple[int, torch.Tensor]]  # slots, and hidden states [N, hidden_size] of each
+
+
+class HeldStates:
+    """A head, and by slot the positions that it has computed from known tokens, and the hidden
+    states of at most `most_held` positions that follow and wait. The head's `state` [tokens,
+    hidden_size] is what its pass reads and then leaves.
+    """
+
+    def __init__(self, passes: DraftPasses, num_slots: int, most_held: int):
+        self.passes, self.state = passes, passes.model.state
+        self.num_computed = np.zeros(num_slots, np.int64)
+        self.num_held = np.zeros(num_slots, np.int64)
+        self._held = torch.zeros(
+            num_slots, most_held, *self.state.shape[1:], dtype=self.state.dtype
+        )
+
+    def waiting(self, slot: int) -> torch.Tensor:
+        return self._held[slot, : self.num_held[slot]]
+
+    def hold(self, slot: int, states: torch.Tensor) -> bool:
+        """Lets states [N, hidden_size] wait behind others, if there is room."""
+        begin = int(self.num_held[slot])
+        end = begin + len(states)
+        if end > self._held.shape[1]:
+            return False
+        self._held[slot, begin:end] = states
+        self.num_held[slot] = end
+        return True
+
+    def advance(self, slot: int, num_computed: int, states: torch.Tensor) -> None:
+        """Notes how many positions are computed. `states` wait, those of the next positions."""
+        self.num_computed[slot], self.num_held[slot] = num_computed, len(states)
+        self._held[slot, : len(states)] = states
+
+    def run(
+        self, slots: list[int], parts: list[torch.Tensor]
+    ) -> tuple[StepInputs, tuple[torch.Tensor, ...]]:
+        """A pass over the states `parts` of `slots`, from the first position that is not computed
+        on. Returns its inputs and what DraftPasses.forward does.
+        """
+        counts, starts = [len(part) for part in parts], self.num_computed[slots].tolist()
+        self.passes.make_inputs.restart()
+        inputs = self.passes.make_inputs(pass_over(slots, counts, starts))
+        torch.cat([parts[index] for index in inputs.order], out=self.state[: sum(counts)])
+        return inputs, self.passes.forward(inputs)
+
+    def left_by(self, inputs: StepInputs) -> Arrivals:
+        """What the pass with these inputs has left."""
+        ends = inputs.metadata.query_start_loc.tolist()
+        rows = zip(inputs.slots.tolist(), ends, ends[1:])
+        return [(slot, self.state[begin:end]) for slot, begin, end in rows]
+
 
 class HeadDrafter:
-    """The head's `state` [tokens, hidden_size] is what its next pass reads. A request that has
-    missed a pass of the model gets no more drafts until it enters a slot again.
+    """The drafter of one head or of several in a chain; `passes` are those of each. A request that
+    has missed a pass of the model gets no more drafts until it enters a slot again.
 
     most_held: positions of a request whose hidden states wait for the next drafts, which compute
     them in their first pass.
@@ -36,25 +99,26 @@ class HeadDrafter:
 
     sees_every_pass = True
 
-    def __init__(self, passes: DraftPasses, batch: InputBatch, max_model_len: int, most_held: int):
-        self.passes = passes
+    def __init__(
+        self, passes: list[DraftPasses], batch: InputBatch, max_model_len: int, most_held: int
+    ):
         self._batch = batch
         self.max_model_len = max_model_len
         num_slots = len(batch.num_tokens)
-        # by slot: positions that the head has computed; hidden states of those that follow
-        self._num_computed = np.zeros(num_slots, np.int64)
-        self._num_held = np.zeros(num_slots, np.int64)
-        self._held = torch.zeros(
-            num_slots, most_held, *self._state.shape[1:], dtype=self._state.dtype
-        )
+        # a further head also holds the position that has read a draft last
+        self.heads = [
+            HeldStates(own, num_slots, most_held + (depth > 0)) for depth, own in enumerate(passes)
+        ]
 
     @property
-    def _state(self) -> torch.Tensor:
-        return self.passes.model.state
+    def passes(self) -> DraftPasses:
+        """Those of the first head."""
+        return self.heads[0].passes
 
     def enter(self, slot: int, num_computed: int) -> None:
-        # what the prefix cache holds, the head has mostly computed too
-        self._num_computed[slot], self._num_held[slot] = num_computed, 0
+        # what the prefix cache holds, the heads have mostly computed too
+        for head in self.heads:
+            head.num_computed[slot], head.num_held[slot] = num_computed, 0
 
     def leave(self, slot: int) -> None:
         pass
@@ -62,36 +126,33 @@ class HeadDrafter:
     @torch.inference_mode()
     def observe(self, inputs: StepInputs, hidden: torch.Tensor) -> None:
         """Takes a pass of the model, whose drawn tokens are known; hidden [T, hidden_size]."""
-        batch, most_held = self._batch, self._held.shape[1]
+        first_head, arrivals = self.heads[0], Arrivals()
         ends = inputs.metadata.query_start_loc.tolist()
-        slots, counts, starts, parts = [], [], [], []
         for row, slot in enumerate(inputs.slots.tolist()):
-            computed, num_held = int(self._num_computed[slot]), int(self._num_held[slot])
-            start = computed + num_held
+            start = int(first_head.num_computed[slot] + first_head.num_held[slot])
             # a model with states computes accepted drafts again, which the head has seen
             num_seen = start - int(inputs.positions[ends[row]])
             first = ends[row] + num_seen
             # positions whose next token is known; drafts that were refused are none
-            count = min(ends[row + 1] - first, int(batch.num_tokens[slot]) - 1 - start)
-            if count <= 0 or num_seen < 0:
-                continue
-            held = self._held[slot]
-            if num_held + count <= most_held:
-                held[num_held : num_held + count] = hidden[first : first + count]
-                self._num_held[slot] = num_held + count
-                continue
-            slots.append(slot)
-            counts.append(num_held + count - 1)
-            starts.append(computed)
-            # a copy, because the first one held is overwritten
-            parts.append(torch.cat([held[:num_held], hidden[first : first + count - 1]]))
-            held[0] = hidden[first + count - 1]
-            self._num_computed[slot], self._num_held[slot] = start + count - 1, 1
-        if slots:
-            self.passes.make_inputs.restart()
-            own = self.passes.make_inputs(pass_over(slots, counts, starts))
-            torch.cat([parts[index] for index in own.order], out=self._state[: sum(counts)])
-            self.passes.forward(own)
+            count = min(ends[row + 1] - first, int(self._batch.num_tokens[slot]) - 1 - start)
+            if count > 0 and num_seen >= 0:
+                arrivals.append((slot, hidden[first : first + count]))
+        self._receive(0, arrivals)
+
+    def _receive(self, depth: int, arrivals: Arrivals) -> None:
+        """Lets a head hold states, or compute all but the last one where it would hold too many."""
+        head, slots, parts = self.heads[depth], [], []
+        for slot, states in arrivals:
+            if not head.hold(slot, states):
+                slots.append(slot)
+                parts.append(torch.cat([head.waiting(slot), states]))
+        if not slots:
+            return
+        inputs, _ = head.run(slots, [part[:-1] for part in parts])
+        if depth + 1 < len(self.heads):
+            self._receive(depth + 1, head.left_by(inputs))
+        for slot, part in zip(slots, parts):
+            head.advance(slot, int(head.num_computed[slot]) + len(part) - 1, part[-1:])
 
     @torch.inference_mode()
     def draft(self, slots: Sequence[int], counts: Sequence[int], room: int) -> list[np.ndarray]:
@@ -102,52 +163,89 @@ class HeadDrafter:
         rows, left = within(list(slots), wanted, room, known, self.max_model_len)
         if not rows:
             return drafts
-        order = self.order(chosen[rows])
-        rows, left = np.array(rows)[order], left[order]
         drafting, before = chosen[rows], known[rows]
-        continues = self._first_drafts(drafting) & (left > 1)
-        if continues.any():
-            if not continues.all():
-                self._keep_rows(continues)
-            self.passes.decode(drafting[continues], left[continues] - 1, self._keep_rows)
+        self._append_drafts(drafting, left)
         ends = batch.num_tokens[drafting]
         batch.num_tokens[drafting] = before
-        self._num_computed[drafting], self._num_held[drafting] = before - 1, 0
-        for row, slot, start, end in zip(rows.tolist(), drafting, before.tolist(), ends.tolist()):
+        for row, slot, start, end in zip(rows, drafting, before.tolist(), ends.tolist()):
             drafts[row] = batch.token_ids[slot, start:end].copy()
         return drafts
 
     def is_ready(self, slots: np.ndarray) -> np.ndarray:
         """slots [B] -> [B] bool: whether what is held reaches to the last known token."""
-        num_held = self._num_held[slots]
-        known = self._batch.num_tokens[slots]
-        return (num_held > 0) & (self._num_computed[slots] + num_held == known - 1)
+        head, known = self.heads[0], self._batch.num_tokens[slots]
+        num_held = head.num_held[slots]
+        return (num_held > 0) & (head.num_computed[slots] + num_held == known - 1)
 
-    def order(self, slots: np.ndarray) -> np.ndarray:
-        """The order of `slots` [B] in a pass over what is held: one position first (StepInputs)."""
-        return np.argsort(self._num_held[slots] != 1, kind="stable")
+    def _append_drafts(self, slots: np.ndarray, left: np.ndarray) -> None:
+        """Appends `left` [B] drafts to `slots` [B], or fewer where logits are not finite."""
+        known = dict(zip(slots.tolist(), self._batch.num_tokens[slots].tolist()))
+        # states that the next head reads though they follow from drafts
+        uncertain: dict[int, torch.Tensor] = {}
+        for depth in range(len(self.heads) - 1):
+            slots, left, inputs, parts = self._run(depth, slots, left, uncertain)
+            self._settle(depth, inputs, parts, known, uncertain)
+            continues = left > 0
+            slots, left = slots[continues], left[continues]
+            if not len(slots):
+                return
+        slots, left, inputs, parts = self._run(len(self.heads) - 1, slots, left, uncertain)
+        self._settle(len(self.heads) - 1, inputs, parts, known, uncertain)
+        self._continue(inputs, slots, left)
 
-    def _first_inputs(self, slots: np.ndarray) -> StepInputs:
-        """The inputs of a pass over what is held of `slots` [B], and its state."""
-        counts = self._num_held[slots].tolist()
-        starts = self._num_computed[slots].tolist()
-        self.passes.make_inputs.restart()
-        inputs = self.passes.make_inputs(pass_over(slots.tolist(), counts, starts))
-        held = [self._held[slot, : self._num_held[slot]] for slot in inputs.slots.tolist()]
-        torch.cat(held, out=self._state[: sum(counts)])
-        return inputs
-
-    def _first_drafts(self, slots: np.ndarray) -> np.ndarray:
-        """Computes the positions that are held of `slots` [B] and appends the first draft of each;
-        the state has a row for each then. Returns [B] bool: whose logits are finite.
+    def _run(
+        self, depth: int, slots: np.ndarray, left: np.ndarray, uncertain: dict[int, torch.Tensor]
+    ) -> tuple[np.ndarray, np.ndarray, StepInputs, list[torch.Tensor]]:
+        """Computes what waits for a head, and appends a draft to each of `slots` [B], where `left`
+        [B] are wanted. Returns both in the order of the inputs, with what is left then; the inputs;
+        and the states that they go with.
         """
-        before, state = self._batch.num_tokens[slots], self._state
-        inputs = self._first_inputs(slots)
-        self.passes.append(slots, *self.passes.forward(inputs))
+        head, batch = self.heads[depth], self._batch
+        parts = [head.waiting(slot) for slot in slots.tolist()]
+        if depth:
+            parts = [torch.cat([part, uncertain[i]]) for i, part in zip(slots.tolist(), parts)]
+        inputs, results = head.run(slots.tolist(), parts)
+        slots, left = slots[inputs.order], left[inputs.order]
+        known = batch.num_tokens[slots]
+        head.passes.append(slots, *results)
+        left = np.where(batch.num_tokens[slots] > known, left - 1, 0)
+        return slots, left, inputs, [parts[index] for index in inputs.order]
+
+    def _settle(
+        self,
+        depth: int,
+        inputs: StepInputs,
+        parts: list[torch.Tensor],
+        known: dict[int, int],
+        uncertain: dict[int, torch.Tensor],
+    ) -> None:
+        """After a pass over `parts`, in the order of the inputs, notes which positions follow from
+        `known` tokens, and gives the next head what they left. `uncertain` gets the rest.
+        """
+        head, certain = self.heads[depth], Arrivals()
+        for (slot, states), part in zip(head.left_by(inputs), parts):
+            end = known[slot] - 1 - depth
+            count = end - int(head.num_computed[slot])
+            # a copy, because these may be views of where they go
+            head.advance(slot, end, part[count : count + 1].clone())
+            certain.append((slot, states[:count]))
+            uncertain[slot] = states[count:]
+        if depth + 1 < len(self.heads):
+            self._receive(depth + 1, certain)
+
+    def _continue(self, inputs: StepInputs, slots: np.ndarray, left: np.ndarray) -> None:
+        """Appends further drafts of the last head, whose first pass has had these inputs."""
+        continues, state = left > 0, self.heads[-1].state
+        if not continues.any():
+            return
         if len(inputs.token_ids) > len(slots):
             state[: len(slots)] = state[inputs.logits_indices]
-        return self._batch.num_tokens[slots] > before
+        if not continues.all():
+            self._keep_rows(continues)
+        passes = self.heads[-1].passes
+        passes.decode(slots[continues], left[continues], self._keep_rows)
 
     def _keep_rows(self, rows: np.ndarray) -> None:
-        kept = self._state[: len(rows)][torch.from_numpy(rows)]
-        self._state[: len(kept)] = kept
+        state = self.heads[-1].state
+        kept = state[: len(rows)][torch.from_numpy(rows)]
+        state[: len(kept)] = kept

@@ -35,9 +35,10 @@ class DraftModel:
     sees_every_pass = False
 
     def __init__(
-        self, passes: DraftPasses, batch: InputBatch, max_num_tokens: int, max_model_len: int
+        self, passes: list[DraftPasses], batch: InputBatch, max_num_tokens: int, max_model_len: int
     ):
-        self.passes = passes
+        """passes: those of one model."""
+        [self.passes] = passes
         self.max_model_len = max_model_len
         self._batch, self._max_num_tokens = batch, max_num_tokens
         num_slots = len(batch.num_tokens)

@@ -129,6 +129,7 @@ def test_the_engine_allocates_what_the_plan_predicts(
         ("qwen3_5_moe_text", {"quantization": "int8", "kernels": SLOW, "dtype": "float32"}),
         ("glm4_moe_lite", {"dtype": "bfloat16"}),
         ("nemotron_h", {"dtype": "bfloat16"}),
+        ("deepseek_v3", {"dtype": "bfloat16"}),  # a chain of heads
         ("eagle3", {"max_num_seqs": 7, "max_num_batched_tokens": 100}),
         pytest.param("gguf", {"dtype": "bfloat16"}, marks=needs_native),
         pytest.param("awq", {"dtype": "bfloat16"}, marks=needs_native),
@@ -147,7 +148,7 @@ def test_heads_that_draft_are_counted(kind: str, arguments: dict[str, Any], tmp_
         model = str(tmp_path / "quantized")
         write_quantized(Path(model), checkpoint, kind, unnamed=r"mtp\.(fc|layers\.0\.mlp)")
     else:
-        model = str(save_with_head(tmp_path, kind))
+        model = str(save_with_head(tmp_path, kind, num_heads=1 + (kind == "deepseek_v3")))
     arguments = arguments | {"speculative_config": drafting | {"adaptive": False}}
     stated = plan(model, **arguments)
     with LLM(model, engine="inproc", **arguments) as llm:

@@ -753,6 +753,12 @@ OLMO3 = GGUFArchitecture("Olmo3ForCausalLM", "olmo3")  # olmo2 with windows
 MIXTRAL = GGUFArchitecture(  # llama with experts
     "MixtralForCausalLM", "mixtral", keys=_LOCAL_EXPERTS
 )
+# the text models of those that read images; the encoder has a file of its own
+GGUF_ARCHITECTURES |= {
+    "qwen2vl": GGUF_ARCHITECTURES["qwen2"],
+    "qwen3vl": GGUF_ARCHITECTURES["qwen3"],
+    "qwen3vlmoe": GGUF_ARCHITECTURES["qwen3moe"],
+}
 VARIANTS = {"olmo2": OLMO3, "llama": MIXTRAL}
 VARIANT_KEYS = {"olmo2": ("attention.sliding_window",), "llama": ("expert_count",)}
 _OTHER_ENCODERS = ("gemma-embedding", "jina-bert-v2", "modern-bert", "nomic-bert-moe", "t5encoder")

@@ -30,6 +30,7 @@ from ..ipc.params import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from .image_checks import ImageLimits, image_problem
 from .loras import LoraRegistry
 from .output_rows import OutputRows
 from .scheduling.results import write_end
@@ -368,6 +369,7 @@ class RequestLimits:
     pooling_tasks: tuple[str, ...] | None  # None: the model cannot pool
     only_pools: bool
     has_loras: bool
+    images: ImageLimits | None  # None: the model reads no images
 
     @classmethod
     def of(cls, config: EngineConfig) -> RequestLimits:
@@ -381,6 +383,7 @@ class RequestLimits:
             pooling_tasks=None if model.pooling is None else tuple(model.pooling.tasks),
             only_pools=model.runner == "pooling",
             has_loras=config.lora_config.enable_lora,
+            images=ImageLimits.of(config),
         )
 
 
@@ -572,8 +575,8 @@ COMMON_RULES = (
     ),
     Rule(
         "images",
-        lambda r, _: not r.images,
-        lambda *_: "must be empty: this model reads text only",
+        lambda r, limits: not (r.images and image_problem(r, limits.images)),
+        lambda r, limits: image_problem(r, limits.images),
     ),
     Rule("deadline", lambda r, _: is_finite(r.deadline), lambda *_: "must be a finite number"),
     Rule(

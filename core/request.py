@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..ipc.config import resolved
-from ..ipc.messages import EngineCoreRequest, FinishReason, RequestTiming, child_request_id
+from ..ipc.messages import (
+    EngineCoreRequest,
+    FinishReason,
+    ImageItem,
+    RequestTiming,
+    child_request_id,
+)
 from ..ipc.params import PoolingParams, SamplingParams, child_seed, require_sampling
 from .lora_slots import Adapter
 
@@ -64,14 +70,30 @@ def hash_root(cache_salt: str | None, adapter: Adapter | None = None) -> bytes:
     return sha256(root).digest()
 
 
-def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
+def hash_block(parent: bytes, token_ids: list[int], images: bytes = b"") -> bytes:
     """32 bytes that identify a full block and everything before it, in every process and on every
-    machine.
+    machine. images: which rows of which images take the places of its tokens (see images_between).
 
     The hash is cryptographic, because the clients of a daemon share one cache: no client can craft
     a prompt that hits another client's blocks.
     """
-    return sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids)).digest()
+    return sha256(parent + struct.pack(f"<{len(token_ids)}I", *token_ids) + images).digest()
+
+
+def images_between(images: list[ImageItem], first: int, end: int) -> bytes:
+    """What tells images in the places of the tokens [first, end) of a prompt from others."""
+    found = []
+    for item in images:
+        if item.end <= first or item.start >= end:
+            continue
+        row = 0
+        for start, count in item.spans:
+            begin, stop = max(start, first), min(start + count, end)
+            if begin < stop:
+                place = struct.pack("<3I", begin - first, stop - begin, row + begin - start)
+                found.append(item.digest + place)
+            row += count
+    return b"".join(found)
 
 
 def split(message: EngineCoreRequest) -> list[EngineCoreRequest]:
@@ -131,6 +153,7 @@ class Request:
     num_resumed_tokens: int = field(init=False)
     eos_token_ids: list[int] = field(init=False)
     cache_salt: str | None = field(init=False)
+    images: list[ImageItem] = field(init=False)
     grammar_s: float | None = field(init=False)  # CPU time of its grammar, if it has one
     # of the parameters; the defaults are those of a request that pools, whose only output is the
     # pooled result
@@ -173,6 +196,7 @@ class Request:
         self.num_resumed_tokens = self.report_index = len(message.resume_tokens)
         self.eos_token_ids = message.eos_token_ids
         self.cache_salt = message.cache_salt
+        self.images = message.images
         self.grammar_s = None if message.structured_outputs is None else 0.0
         if isinstance(params, PoolingParams):
             self.reads_prefix_cache = not params.skip_reading_prefix_cache
@@ -268,7 +292,9 @@ class Request:
         hashes, token_ids = self.block_hashes, self.token_ids
         for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
             parent = hashes[-1] if hashes else hash_root(self.cache_salt, self.adapter)
-            hashes.append(hash_block(parent, token_ids[start : start + block_size]))
+            end = start + block_size
+            images = images_between(self.images, start, end) if self.images else b""
+            hashes.append(hash_block(parent, token_ids[start:end], images))
         return hashes
 
     def describe(self) -> dict[str, Any]:

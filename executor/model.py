@@ -21,6 +21,7 @@ from .pooling.heads import PoolingHead
 
 if TYPE_CHECKING:
     from .models.adapters import AdapterRows, Modules
+    from .models.images import ImageReader
     from .weights.converted import Conversion
 
 
@@ -120,6 +121,7 @@ class Model(Protocol):
     state: torch.Tensor = torch.empty(0)
     taps: Taps | None = None
     encoder: ImageEncoder | None = None  # of a model that reads images
+    images: ImageReader | None = None  # of a model that reads images
     # these two belong to LoRA, and are None and empty where the engine has none
     adapter_rows: AdapterRows | None = None
     adapted_modules: Modules = {}

@@ -19,6 +19,7 @@ from ..ipc.models.architectures import text_part
 from ..ipc.models.checkpoint import read_stored_weights
 from ..ipc.models.decoder_config import DecoderConfig, unread_keys
 from ..ipc.models.encoder_config import EncoderConfig
+from ..ipc.models.encoder_memory import encoder_cache_tokens
 from ..ipc.models.gguf import is_gguf, read_gguf
 from ..ipc.models.memory_plan import check_weights_fit
 from ..ipc.models.quantization_config import CheckpointQuantization, parse_quantization
@@ -40,6 +41,7 @@ from .kernel_choice import (
 from .loras import adapted_modules, explored_modules
 from .model import ImageEncoder, Model
 from .models import ModelKind, find_model
+from .models.images import ImageReader
 from .models.layer_registry import replacements
 from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
@@ -187,6 +189,7 @@ class ModelBuilder:
             self.group,
             self.expert_group,
             self.config.lora_config,
+            self._make_images(),
         )
         if self.config.lora_config.enable_lora and not self.shape.has_lm_head:
             problem = "takes no LoRA adapters: it does not generate text"
@@ -222,6 +225,16 @@ class ModelBuilder:
         if make.adapter_rows is not None and model.IS_FALLBACK:
             model.use_adapters(make.adapter_rows, explored_modules(model))
         return model
+
+    def _make_images(self) -> ImageReader | None:
+        """The table of encoded images, which each rank has and fills. None: the model reads no
+        images.
+        """
+        vision = self.config.model_config.vision
+        if vision is None:
+            return None
+        num_rows = encoder_cache_tokens(self.config)
+        return ImageReader(vision, num_rows, self.ops, self.dtype, self.device)
 
     def _check_size(
         self,

@@ -21,6 +21,7 @@ from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError
 from ..ipc.lora import LoRARequest
 from ..ipc.machine import resident_bytes
+from ..ipc.models.encoder_memory import table_bytes
 from ..ipc.models.memory_plan import (
     check_cache_size,
     plan_num_blocks,
@@ -55,6 +56,7 @@ from .program.step_program import record_step
 from .runner.assembly import RunnerState, assemble, on_device
 from .runner.block_mover import BlockMover, caches_of, shortest_time
 from .runner.cuda_graphs import Capture, CudaCapture, GraphedStep
+from .runner.image_table import ImageTable
 from .runner.launched_steps import HostStep, PendingStep
 from .runner.model_runner import ModelRunner
 from .runner.speculation.draft_depth import DraftDepth
@@ -200,8 +202,13 @@ class Worker:
             self.loras if self.loras.is_enabled else None,
         )
         states = None if self._states is None else StateTable(sizes[0])
+        images, vision = None, self.config.model_config.vision
+        if vision is not None:
+            images = ImageTable(bool(vision.mrope_section), vision.sees_whole_images)
         pending = None if self.group.stages.is_last else PendingTokens(batch)
-        state = RunnerState(batch, self.device, grammars, pending=pending, states=states)
+        state = RunnerState(
+            batch, self.device, grammars, pending=pending, states=states, images=images
+        )
         copy_to_host = self._copy_to_host()
         return state if copy_to_host is None else on_device(state, ops, copy_to_host)
 
@@ -334,7 +341,8 @@ class Worker:
         """
         if self.device.type == "cpu":
             free = devices.free_host_bytes(has_standby=self.config.service_config.standby)
-            return free // self.group.num_on_machine
+            # pages of the table are taken when they are written
+            return free // self.group.num_on_machine - table_bytes(self.config, self.dtype.itemsize)
         scheduler_config = self.config.scheduler_config
         self._cache.bind(self.model.attention_layers(), 1)
         if self._states is not None:
@@ -441,6 +449,7 @@ class Worker:
             len(self.kv_cache_windows),
             self.loras.is_enabled,
             self._states is not None,
+            self.model.images is not None,
         )
         graphs.prepare()
         return graphs

@@ -74,6 +74,16 @@ class EngineCounters(msgspec.Struct):
     num_states_reloaded: Annotated[
         int, UNDER_ITS_NAME, "Such checkpoints read back from outside the cache."
     ] = 0
+    num_images_encoded: Annotated[
+        int, UNDER_ITS_NAME, "Images, or tiles of images, that the encoder has computed."
+    ] = 0
+    num_image_rows_encoded: Annotated[
+        int, UNDER_ITS_NAME, "Rows of these, each in the place of one prompt token."
+    ] = 0
+    mm_cache_queries: Annotated[
+        int, "Images, or tiles of images, looked up among those that are encoded already."
+    ] = 0
+    mm_cache_hits: Annotated[int, "Images, or tiles of images, found there."] = 0
     num_requests_refused: Annotated[
         int, UNDER_ITS_NAME, "Requests whose parameters the engine rejected."
     ] = 0

@@ -10,6 +10,27 @@ from .messages import Array, Message
 from .params import PoolingParams, SamplingParams, require_sampling
 
 
+class ImagePlace(Message, array_like=True, frozen=True, gc=False):
+    """Where an image is in a prompt: its tokens [start, end), and the rows and columns of the
+    encoder's result.
+    """
+
+    start: int
+    end: int
+    rows: int
+    columns: int
+
+
+class ImageToEncode(Message, frozen=True):
+    """The encoder's result has num_rows rows, which the table of encoded images gets from first_row
+    on.
+    """
+
+    pixels: Array  # see ImageItem
+    num_rows: int
+    first_row: int
+
+
 class NewRequestData(Message, frozen=True):
     """A request enters a slot, for the first time or after a preemption (with its output in
     token_ids).
@@ -26,6 +47,7 @@ class NewRequestData(Message, frozen=True):
     # core gave this load of it.
     lora_request: LoRARequest | None = None
     cache_salt: str | None = None  # requests with different salts share nothing
+    images: list[ImagePlace] = []  # of its prompt, ascending
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -74,6 +96,12 @@ class SchedulerOutput(Message, frozen=True):
     # the place. A row has at most one; with lookahead the position may be that of any of its tokens
     # but the last one sampled.
     state_saves: list[tuple[int, int, int]] = []
+    # Of a model that reads images, else empty. The runner encodes these before the step's tokens
+    # are computed.
+    images_to_encode: list[ImageToEncode] = []
+    # (slot, position, count, row): the tokens of the slot at `count` positions from this one on
+    # read the table's rows from `row` on, in place of their embeddings.
+    image_rows: list[tuple[int, int, int, int]] = []
 
     @property
     def total_num_scheduled_tokens(self) -> int:

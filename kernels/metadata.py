@@ -29,6 +29,21 @@ class StateRows:
 
 
 @dataclass(frozen=True, eq=False)
+class ImageRows:
+    """What tokens whose places images take read, and how they see each other and are placed."""
+
+    # [T] i32: the row of the table of encoded images that takes the place of the token's embedding;
+    # negative: none
+    rows: Tensor
+    # [3, T] i32, added to the token's position: the components by which rotary pairs turn. All are
+    # 0 where positions have one component.
+    offsets: Tensor
+    # [T] i32: how many positions after its own a token sees, in layers where tokens of an image
+    # see each other. Within a request, position + later does not fall, and stays in the context.
+    later: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionMetadata:
     """Where the tokens and KV-cache blocks of each request are, for one step.
 
@@ -54,6 +69,8 @@ class AttentionMetadata:
     adapters: Tensor | None = None
     # None if the model keeps no states
     states: StateRows | None = None
+    # None if the model reads no images
+    images: ImageRows | None = None
     # It holds values that an implementation derives once per step for later layers.
     scratch: dict[Any, Any] = field(default_factory=dict)
 
@@ -68,6 +85,7 @@ def make_metadata(
     seq_lens_list: list[int],
     adapters: Tensor | None = None,
     states: StateRows | None = None,
+    images: ImageRows | None = None,
 ) -> AttentionMetadata:
     """Makes the metadata of a model whose groups of layers have these tables, one of each per
     group.
@@ -78,4 +96,4 @@ def make_metadata(
     groups = tuple(AttentionMetadata(*rows, *pair, *lengths) for pair in pairs)
     if len(groups) == 1:
         groups = ()
-    return AttentionMetadata(*rows, *pairs[0], *lengths, groups, adapters, states)
+    return AttentionMetadata(*rows, *pairs[0], *lengths, groups, adapters, states, images)

@@ -24,12 +24,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .images import add_rows as add_rows
+from .images import replace_rows as replace_rows
+from .images import rotary_embedding_by_component as rotary_embedding_by_component
 from .latent import latent_attention as latent_attention
 from .latent import pack_head_linear as pack_head_linear
 from .latent import store_latents as store_latents
 from .lora import add_lora as add_lora
 from .lora import add_lora_embedding as add_lora_embedding
 from .metadata import AttentionMetadata as AttentionMetadata
+from .metadata import ImageRows as ImageRows
 from .metadata import StateRows as StateRows
 from .metadata import make_metadata as make_metadata
 from .moe import add_gated as add_gated
@@ -244,6 +248,7 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    later: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of query [T, NQ, D] over the cached context -> [T, NQ, D].
 
@@ -254,10 +259,12 @@ def paged_attention(
     position seq_len - q + i and sees positions up to its own; with sliding_window w > 0, the last w
     of these (Beltagy et al. 2020). With softcap c > 0 a logit x becomes c tanh(x / c) (Gemma 2).
     With sinks [NQ] fp32, contiguous, each head's sink is one more logit of all its softmaxes,
-    without a value: it only adds to their denominators (Xiao et al. 2023; gpt-oss). Softmax and
-    sums are in fp32. A slot that none of a request's query tokens sees does not affect its result,
-    whatever it holds (uninitialised memory, another request's NaN): it is outside the context, or
-    before the window.
+    without a value: it only adds to their denominators (Xiao et al. 2023; gpt-oss). With later [T]
+    i32, at least 0, a token also sees so many positions after its own, as far as the context
+    reaches; position + later does not fall within a request (Gemma 3: tokens of one image). Softmax
+    and sums are in fp32. A slot that none of a request's query tokens sees does not affect its
+    result, whatever it holds (uninitialised memory, another request's NaN): it is outside the
+    context, or before the window.
     """
 
 

@@ -28,6 +28,7 @@ from quire.ipc.step_messages import (
     SlotLogprobs,
 )
 from quire.ipc.trace import RanksTrace
+from quire.tests.fake_encoder import FakeImages
 from quire.tests.fake_loras import FakeLoras, extend_digest
 from quire.tests.fake_offload import FakeOffload
 from quire.tests.fake_states import FakeStates
@@ -158,6 +159,8 @@ class FakeExecutor(FakeLoras):
         self.num_state_checkpoints: int | None = None
         self.max_num_seqs = config.scheduler_config.max_num_seqs
         self.states: FakeStates | None = None
+        has_images = config.model_config.vision is not None
+        self.images = FakeImages(config) if has_images else None
         self.drafts = config.scheduler_config.speculative_config is not None
         self.costs = PreemptionCosts(recompute_s_per_token=1.0, swap_s=20.0, swap_s_per_token=0.1)
         self.steps: list[SchedulerOutput] = []  # everything executed
@@ -236,6 +239,8 @@ class FakeExecutor(FakeLoras):
             self._extend_table(
                 slot, step.new_block_ids[row], step.num_computed_tokens[row], slot in entered
             )
+        if self.images is not None:
+            self.images.begin(step, self.slots)
         self.steps.append(step)
         self.check_adapters(self.config, self.slots.values())
         return self._compute(step)
@@ -395,7 +400,17 @@ class FakeExecutor(FakeLoras):
         self._check_seen(state)
 
     def _check_seen(self, state: FakeSlot) -> int:
-        """Check that every group holds what the next token sees; return the last digest."""
+        """Check that every group holds what the next token sees; return the last digest. Rows of
+        images that others have computed are not known here.
+        """
+        if state.request.images and state.num_computed_tokens:
+            last = {
+                self._read(table, state.num_computed_tokens - 1)
+                for table, window in zip(state.tables, self.kv_cache_windows, strict=True)
+                if window != 1  # the next token sees itself alone
+            }
+            assert len(last) == 1 and None not in last, "groups hold different tokens"
+            return last.pop()
         digests, digest = [], state.digest
         for token_id in state.token_ids[: state.num_computed_tokens]:
             digests.append(digest := extend_digest(digest, token_id))

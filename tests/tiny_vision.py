@@ -11,6 +11,7 @@ from quire.ipc.models.vision_families import OF_CLIP, OF_IMAGENET
 from quire.tests.tiny_models import make_tiny_config, save_tiny_tokenizer
 
 HIDDEN = 64  # of the text model
+IMAGE_TOKEN = 250  # the placeholder
 
 
 def _mrope(*sections: int) -> dict[str, Any]:
@@ -160,6 +161,9 @@ def make_tiny_vision_model(kind: str, seed: int = 0) -> Any:
     own = _WHOLE.get(kind, {})
     model_type = kind.removesuffix("_normed")
     config = AutoConfig.for_model(model_type, text_config=text, vision_config=_TOWER[kind], **own)
+    for name in ("image_token_id", "image_token_index"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, IMAGE_TOKEN)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     parameters = dict(model.named_parameters())
@@ -210,6 +214,22 @@ def transformers_rows(model: Any, kind: str, pixels: torch.Tensor) -> torch.Tens
     return _ORACLES[kind](model, pixels)
 
 
+@torch.inference_mode()
+def transformers_tokens(
+    model: Any, kind: str, prompt: list[int], images: list[torch.Tensor], count: int
+) -> list[int]:
+    """The `count` tokens that transformers' whole model continues the prompt with, greedily and
+    without a cache. images: u8 [height, width, 3] each, in the places of IMAGE_TOKEN.
+    """
+    tokens = list(prompt)
+    for _ in range(count):
+        ids = torch.tensor([tokens])
+        types = (ids == IMAGE_TOKEN).long()
+        inputs = _INPUTS[kind](model, images, types) if images else {}
+        tokens.append(int(model(input_ids=ids, use_cache=False, **inputs).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
 def _normalised(pixels: torch.Tensor, mean: Any = 0.5, std: Any = 0.5) -> torch.Tensor:
     """[1, 3, height, width]"""
     scaled = (pixels.float() / 255 - torch.tensor(mean)) / torch.tensor(std)
@@ -226,7 +246,8 @@ def _patches(image: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor
     return cells.reshape(1, rows * columns, -1), places[None]
 
 
-def _qwen(model: Any, pixels: torch.Tensor, *normal: Any) -> torch.Tensor:
+def _qwen_patches(model: Any, pixels: torch.Tensor, *normal: Any) -> tuple[torch.Tensor, list[int]]:
+    """[patches, numbers of a patch], and the image's grid of patches: time, rows, columns."""
     config = model.config.vision_config
     size, merge = config.patch_size, config.spatial_merge_size
     image = _normalised(pixels, *normal)[0]
@@ -234,7 +255,12 @@ def _qwen(model: Any, pixels: torch.Tensor, *normal: Any) -> torch.Tensor:
     cells = image.view(3, rows // merge, merge, size, columns // merge, merge, size)
     cells = cells.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)  # [P, 3, size, size]
     frames = cells[:, :, None].expand(-1, -1, config.temporal_patch_size, -1, -1).flatten(1)
-    found = model.model.get_image_features(frames, torch.tensor([[1, rows, columns]]))
+    return frames, [1, rows, columns]
+
+
+def _qwen(model: Any, pixels: torch.Tensor, *normal: Any) -> torch.Tensor:
+    frames, grid = _qwen_patches(model, pixels, *normal)
+    found = model.model.get_image_features(frames, torch.tensor([grid]))
     parts = [torch.cat(list(found.pooler_output))]
     for deep in getattr(found, "deepstack_features", None) or []:
         parts.append(torch.cat(list(deep)) if isinstance(deep, (list, tuple)) else deep)
@@ -293,3 +319,33 @@ _ORACLES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "internvl_normed": _internvl,
     "lfm2_vl": _lfm2,
 }
+
+
+def _qwen_inputs(
+    model: Any, images: list[torch.Tensor], types: torch.Tensor, *normal: Any
+) -> dict[str, Any]:
+    patches, grids = zip(*(_qwen_patches(model, pixels, *normal) for pixels in images))
+    return {
+        "pixel_values": torch.cat(patches),
+        "image_grid_thw": torch.tensor(grids),
+        "mm_token_type_ids": types,
+    }
+
+
+def _gemma3_inputs(model: Any, images: list[torch.Tensor], types: torch.Tensor) -> dict[str, Any]:
+    return {"pixel_values": torch.cat([*map(_normalised, images)]), "token_type_ids": types}
+
+
+def _internvl_inputs(model: Any, images: list[torch.Tensor], types: torch.Tensor) -> dict[str, Any]:
+    return {"pixel_values": torch.cat([_normalised(one, *OF_IMAGENET) for one in images])}
+
+
+# the arguments of transformers' whole model for images; types: 1 in the places of images
+_INPUTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "qwen3_5": _qwen_inputs,
+    "qwen3_vl": _qwen_inputs,
+    "qwen2_5_vl": lambda *step: _qwen_inputs(*step, *OF_CLIP),
+    "gemma3": _gemma3_inputs,
+    "internvl": _internvl_inputs,
+}
+WHOLE_KINDS = tuple(_INPUTS)  # those of which transformers_tokens knows the arguments

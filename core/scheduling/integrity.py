@@ -57,6 +57,8 @@ def check_integrity(state: SchedulerState) -> None:
     """
     swapped = [request for request in state.waiting if request.status is RequestStatus.SWAPPED]
     state.kv_cache_manager.check_integrity(state.running, swapped)
+    if state.images is not None:
+        state.images.cache.check_integrity()
     held_slots = [request.slot for request in state.running if request.slot is not None]
     slots = sorted(state.free_slots + held_slots)
     expected = {

@@ -91,6 +91,8 @@ class Scheduler(SchedulerState):
         made_room, shares = [], None
         if len(self.waiting.owners) > 1:
             made_room, shares = preempt_for_others(self), divide_budget(self)
+        if self.images is not None:
+            self.images.begin_step(self.num_steps)
         step = begin_step(self, self._freed_slots, self._blocks_to_swap_out, self._state_copies)
         budget, preempted = schedule_running(self, step, shares)
         offload = self.kv_cache_manager.offload
@@ -106,6 +108,8 @@ class Scheduler(SchedulerState):
             offload.flush()
         if not step.requests:
             return None
+        if self.images is not None:
+            self.images.send(step.output)
         self._freed_slots, self._blocks_to_swap_out, self._state_copies = [], [], []
         self.num_steps += 1
         return step

@@ -25,6 +25,7 @@ from ..forks import Family
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..lora_slots import Adapter, LoraSlots
 from ..request import FINISHED_STATUS, Request, RequestStatus, split
+from .images import ImagePlanner
 from .owners import WaitingQueue
 from .preemption import PreemptionPolicy
 
@@ -112,6 +113,7 @@ class SchedulerState:
         self.fit_to_checkpoints: Callable[..., int] | None = None
         if checkpoints is not None and limits.enable_chunked_prefill:
             self.fit_to_checkpoints = checkpoints.fit
+        self.images = ImagePlanner.of(config, counters)  # None: the model reads no images
         self.preemption = preemption
         self.counters = counters
         self.requests: dict[str, Request] = {}
@@ -372,6 +374,8 @@ class SchedulerState:
 
         Called between steps.
         """
+        if self.images is not None:
+            self.images.clear()
         while self.running:
             self.preempt(self.running.pop(), may_swap=False)
         for request in self.waiting:
@@ -406,7 +410,10 @@ class SchedulerState:
             manager.offload.store_all(free, states, most_bytes)
 
     def reset_prefix_cache(self) -> bool:
-        return self.kv_cache_manager.reset_prefix_cache()
+        was_reset = self.kv_cache_manager.reset_prefix_cache()
+        if was_reset and self.images is not None:
+            self.images.clear()
+        return was_reset
 
 
 def count_end(counters: EngineCounters, reason: FinishReason) -> None:

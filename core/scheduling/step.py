@@ -22,6 +22,7 @@ from ..forks import Family
 from ..kv_cache.state_checkpoints import Checkpoint
 from ..request import Request, RequestOwner, RequestStatus
 from .admission import StartPoint, find_start, has_room, num_missing_blocks
+from .images import places_of
 from .state import SchedulerState
 
 Pairs = list[tuple[int, int]]  # (source, destination)
@@ -125,6 +126,9 @@ def add_row(
     output.new_block_ids.append(block_ids)
     if step.max_lookahead:
         output.num_lookahead_tokens.append(num_lookahead)
+    if request.images:
+        assert state.images is not None  # see arrivals.py
+        state.images.place(output, request, computed, num_tokens)
     end = computed + num_tokens
     if state.kv_cache_manager.checkpoints is not None:
         take_checkpoint(state, output, request, end, num_lookahead)
@@ -172,6 +176,7 @@ def schedule_running(
     limits, budget, preempted = state.limits, state.limits.max_num_batched_tokens, False
     has_stages = limits.num_stages > 1
     is_bounded = has_stages or shares is not None or state.fit_to_checkpoints is not None
+    is_bounded |= state.images is not None
     bounds = RowBounds(state, shares) if is_bounded else None
     running, allocate_slots = state.running, state.kv_cache_manager.allocate_slots
     index = 0
@@ -186,7 +191,7 @@ def schedule_running(
         if num_pending and (request.num_tokens_left <= 0 or limits.drafts or has_stages):
             num_tokens = 0
         if bounds is not None:
-            num_tokens = bounds.apply(request, num_tokens)
+            num_tokens = bounds.apply(request, num_tokens, budget)
         if not num_tokens:
             index += 1
             continue
@@ -211,22 +216,28 @@ def schedule_running(
 
 class RowBounds:
     """What bounds the rows of running requests beside the budget: the shares of owners; where the
-    model keeps states, their checkpoints; and where it has stages, how many may sample a token.
+    model keeps states, their checkpoints; where it reads images, those that are encoded; and where
+    it has stages, how many may sample a token.
     """
 
     def __init__(self, state: SchedulerState, shares: dict[RequestOwner, int] | None):
         """shares: see divide_budget. They are counted down."""
         self._shares, self._fits = shares, state.fit_to_checkpoints
+        self._images = state.images
         self._num_samples_left = sys.maxsize
         if state.limits.num_stages > 1:
             self._num_samples_left = most_samples(state, len(state.running))
 
-    def apply(self, request: Request, num_tokens: int) -> int:
-        """How many of these tokens the request may compute in this step."""
+    def apply(self, request: Request, num_tokens: int, budget: int) -> int:
+        """How many of these tokens the request may compute in this step, of which `budget` tokens
+        are left.
+        """
         if self._shares is not None:
             num_tokens = min(num_tokens, self._shares[request.owner])
         if self._fits is not None and num_tokens > 1:
             num_tokens = self._fits(request, request.num_computed_tokens, num_tokens)
+        if self._images is not None and num_tokens > 0 and request.images:
+            num_tokens = self._images.fit(request, request.num_computed_tokens, num_tokens, budget)
         is_sampled = request.num_computed_tokens + num_tokens == request.num_tokens
         return 0 if is_sampled and self._num_samples_left <= 0 else num_tokens
 
@@ -261,7 +272,6 @@ def admit_waiting(
     """
     passed: dict[RequestOwner, int] = {}  # requests that wait for a sibling or an adapter
     manager, limits, reason = state.kv_cache_manager, state.limits, ""
-    fits = state.fit_to_checkpoints
     num_reserved: int | None = None
     num_samples_left = _num_samples_left(state, step) if limits.num_stages > 1 else sys.maxsize
     while (request := state.waiting.next(passed)) is not None:
@@ -280,9 +290,9 @@ def admit_waiting(
         num_tokens = min(request.num_tokens - start.num_tokens, limits.max_chunk_tokens)
         if num_tokens > budget and not limits.enable_chunked_prefill:
             return "budget"
-        num_tokens = min(num_tokens, budget)
-        if fits is not None:
-            num_tokens = fits(request, start.num_tokens, num_tokens, start.num_shared)
+        num_tokens = _fitting(state, request, start, min(num_tokens, budget), budget)
+        if not num_tokens:
+            return "budget"
         is_whole = start.num_tokens + num_tokens == request.num_tokens
         if is_whole and num_samples_left <= 0:
             return "budget"
@@ -307,6 +317,19 @@ def admit_waiting(
         num_samples_left -= is_whole
         num_reserved += num_missing_blocks(manager.layout, request)
     return reason
+
+
+def _fitting(
+    state: SchedulerState, request: Request, start: StartPoint, num_tokens: int, budget: int
+) -> int:
+    """How many of its first `num_tokens` tokens a waiting request may compute: see RowBounds."""
+    if state.fit_to_checkpoints is not None:
+        num_tokens = state.fit_to_checkpoints(
+            request, start.num_tokens, num_tokens, start.num_shared
+        )
+    if state.images is not None and request.images:
+        num_tokens = state.images.fit(request, start.num_tokens, num_tokens, budget)
+    return num_tokens
 
 
 def _load_state(
@@ -383,14 +406,22 @@ def _admit(
         NewRequestData(
             slot=request.slot,
             request_id=request.request_id,
-            token_ids=request.token_ids.copy(),  # the runner's copy grows by itself
+            token_ids=_token_ids(state, request),
             num_prompt_tokens=request.num_prompt_tokens,
             params=request.params,
             eos_token_ids=request.eos_token_ids,
             lora_request=None if request.adapter is None else request.adapter.numbered(),
             cache_salt=request.cache_salt,
+            images=places_of(request) if request.images else [],
         )
     )
+
+
+def _token_ids(state: SchedulerState, request: Request) -> list[int]:
+    """The request's tokens for the runner, whose copy grows by itself."""
+    if state.images is None or not request.images:
+        return request.token_ids.copy()
+    return state.images.tokens_of(request)
 
 
 def _restore_state(

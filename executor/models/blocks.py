@@ -9,7 +9,7 @@ import torch
 
 from ...ipc.models.architectures import PLAIN_NAMES, TensorNames
 from ...ipc.models.decoder_config import GATE_OF_ELEMENTS, GATE_OF_HEADS, DecoderConfig
-from ...kernels.ops import AttentionMetadata
+from ...kernels.ops import AttentionMetadata, ImageRows
 from .layers import LayerFactory, Linear, Rope, Weights
 
 FUSED_PARTS = (
@@ -78,7 +78,7 @@ class Attention:
         self.kv_cache_group = 0  # the group of its block table
         self._heads = (self.num_heads, *[self.num_kv_heads] * (1 + own.has_values))
         self._fused = self._can_fuse() and not (qk_norm_whole or is_interleaved or norms_rotated)
-        self._norms_rotated = norms_rotated
+        self._norms_rotated, self._sees_later = norms_rotated, make.sees_later(self.sliding_window)
         name = "rotary_embedding_interleaved" if is_interleaved else "rotary_embedding"
         self._rotation = getattr(make.ops, name)
         self._norms = (
@@ -105,6 +105,8 @@ class Attention:
         one part must not be bypassed. Queries and keys have the same table of angles.
         """
         if self.rope is None or self.rope.query is not self.rope.key:
+            return False
+        if self.rope.components is not None:
             return False
         return len({self.ops.chosen[op] for op in FUSED_PARTS}) == 1
 
@@ -146,6 +148,7 @@ class Attention:
         value = values[0] if values else key
         if self.v_norm is not None:
             value = self.v_norm(value)
+        images = metadata.images
         if metadata.groups:
             metadata = metadata.groups[self.kv_cache_group]
         slots = metadata.slot_mapping
@@ -162,7 +165,7 @@ class Attention:
                 *self._norms,
             )
         else:
-            query, key = self._normed_and_rotated(positions, query, key)
+            query, key = self._normed_and_rotated(positions, query, key, images)
             ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slots)
         attended = ops.paged_attention(
             query,
@@ -173,20 +176,25 @@ class Attention:
             self.sliding_window,
             self.cap,
             self.sinks,
+            **later_tokens(self._sees_later, images),
         )
         if gate is not None:
             attended = ops.multiply(attended, gate, "sigmoid")
         return self.o_proj(attended.view(num_tokens, self._q_rows))
 
     def _normed_and_rotated(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        images: ImageRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """query [T, heads, head_dim] and key [T, kv_heads, head_dim], of which both may change."""
         if self._norms_rotated:
-            self._rotate(positions, query, key)
+            self._rotate(positions, query, key, images)
             return self._normed(query, key)
         query, key = self._normed(query, key)
-        self._rotate(positions, query, key)
+        self._rotate(positions, query, key, images)
         return query, key
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,12 +206,22 @@ class Attention:
             return normed[0].view(query.shape), normed[1].view(key.shape)
         return self.q_norm(query), self.k_norm(key)
 
-    def _rotate(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
+    def _rotate(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        images: ImageRows | None,
+    ) -> None:
         """Rotates both in place; query and key have the shapes of _normed."""
         if self.rope is None:
             return
-        rotate, (of_query, of_key) = self._rotation, self.rope
-        if of_query is of_key:
+        rotate, (of_query, of_key, components) = self._rotation, self.rope
+        if components is not None:
+            assert images is not None  # of a model that reads images
+            parts = positions, images.offsets, query, key, of_key, components
+            self.ops.rotary_embedding_by_component(*parts)
+        elif of_query is of_key:
             rotate(positions, query, key, of_key)
         else:  # they have tables of their own, so each rotates alone
             rotate(positions, query, key[:, :0], of_query)
@@ -215,6 +233,14 @@ class Attention:
                 yield from layer.weights(prefix)
         if self.sinks is not None:
             yield f"{prefix}sinks", self.sinks
+
+
+def later_tokens(sees_later: bool, images: ImageRows | None) -> dict[str, torch.Tensor]:
+    """The argument of paged_attention in a layer where tokens of an image see each other."""
+    if not sees_later:
+        return {}
+    assert images is not None  # of a model that reads images
+    return {"later": images.later}
 
 
 def _rows_of_qkv(config: DecoderConfig, layer: int) -> dict[str, int]:

@@ -247,7 +247,7 @@ class Decoder(Model):
     ):
         """embedding_scale: the default is the config's."""
         self.config, self.names = config, names
-        self.ops = make.ops
+        self.ops, self.images = make.ops, make.images
         self.embedding_scale = config.embedding_scale
         if embedding_scale is not None:
             self.embedding_scale = embedding_scale
@@ -313,12 +313,12 @@ class Decoder(Model):
         A stage before the last one returns what send_stream takes. Call receive_stream first.
         """
         if self.stages.is_first:
-            residual = self.begin(token_ids)
+            residual = self.begin(token_ids, metadata)
         else:
             residual = self.state[: len(token_ids)]
         return self.compute_layers(0, len(self.layers), residual, positions, metadata)
 
-    def begin(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def begin(self, token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """token_ids [T] -> the residual stream before the first layer [T, hidden_size]. Computes
         the inputs of layers.
         """
@@ -326,6 +326,8 @@ class Decoder(Model):
         residual = self.embed_tokens(token_ids)
         if self.embedding_scale != 1.0:
             self.ops.scale(residual, self.embedding_scale)
+        if self.images is not None:
+            self.images.begin(residual, metadata)
         if self.layer_inputs is not None:
             self.layer_inputs.begin(token_ids, residual)
         return residual
@@ -348,15 +350,30 @@ class Decoder(Model):
             layer, following = self.layers[i], self._following[i]
             if i == end - 1 < len(self.layers) - 1:
                 following = [*following[:-1], None]  # what follows is not computed
+            if changes := self.images is not None and self.images.changes_stream_after(i):
+                *following, norm = following
+                following = [*following, None]
             if self.taps is not None:
                 self.taps(i, residual)
             for part, before in zip(layer.blocks, following):
                 x = block = part.compute(x, positions, metadata)
                 check_block(part.block, x, residual)
                 x = self._add(x, residual, part, before)
+            if changes:
+                x = self._with_rows(i, residual, norm, metadata)
         if not (self.stages.is_first or self.stages.is_last):
             return block  # the stream is in `state`; a program's result is that of a kernel
         return x
+
+    def _with_rows(
+        self, layer: int, residual: torch.Tensor, norm: RMSNorm | None, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """Adds rows of images to the stream after a layer, and returns the input of the next block,
+        after its norm.
+        """
+        assert self.images is not None
+        self.images.after_layer(layer, residual, metadata)
+        return residual if norm is None else norm(residual)
 
     def sections(self, num_rows: int) -> tuple[Model, Model] | None:
         """See Model."""

@@ -15,7 +15,7 @@ from ...ipc.models.architectures import PLAIN_NAMES, TensorNames
 from ...ipc.models.decoder_config import DecoderConfig, PerLayerInputs
 from ...kernels.ops import AttentionMetadata
 from ..weights.table import Weight
-from .blocks import Attention, GatedMLP
+from .blocks import Attention, GatedMLP, later_tokens
 from .experts import MixtureOfExperts
 from .layers import Embedding, LayerFactory, RMSNorm, Rope, Weights
 
@@ -45,6 +45,7 @@ class SharedAttention:
         self.q_norm = make.norm(names.q_norm, self.head_dim, config)
         self.rope, self.scale = ropes[layer], config.attention_scale
         self.sliding_window = config.sliding_windows[layer]
+        self._sees_later = make.sees_later(self.sliding_window)
 
     def __call__(
         self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
@@ -57,11 +58,11 @@ class SharedAttention:
         query = self.q_norm(self.q_proj(x).view(len(x), self.num_heads, self.head_dim))
         if self.rope is not None:
             self.ops.rotary_embedding(positions, query, query[:, :0], self.rope.query)
+        later = later_tokens(self._sees_later, metadata.images)
         if metadata.groups:
             metadata = metadata.groups[owner.kv_cache_group]
-        attended = self.ops.paged_attention(
-            query, owner.key_cache, owner.value_cache, metadata, self.scale, self.sliding_window
-        )
+        caches, options = (owner.key_cache, owner.value_cache), (self.scale, self.sliding_window)
+        attended = self.ops.paged_attention(query, *caches, metadata, *options, **later)
         return self.o_proj(attended.view(len(x), self.num_heads * self.head_dim))
 
     def weights(self, prefix: str) -> Weights:

@@ -27,6 +27,7 @@ from ..groups.tensor_group import ALONE, TensorGroup
 from ..weights.packed_rows import PackedRows, copy_weights
 from ..weights.table import Rearranged, RowOrder, Slice, Weight, kept_part, stored_shape
 from .adapters import AdapterRows, EmbeddingAdapters, LinearAdapters
+from .images import ImageReader
 from .layer_registry import Layer, choose_layer
 from .linear import Embedding as Embedding
 from .linear import (
@@ -50,6 +51,9 @@ class Rope(NamedTuple):
 
     query: torch.Tensor  # [positions, rotary_dim] f32, times the scale of a position's queries
     key: torch.Tensor
+    # [rotary_dim / 2] i32: the component of the position by which each pair turns; None: positions
+    # have one component
+    components: torch.Tensor | None = None
 
 
 class RMSNorm:
@@ -87,12 +91,14 @@ class LayerFactory:
         group: TensorGroup = ALONE,
         expert_group: ExpertGroup = ALL_EXPERTS,
         loras: LoRAConfig | None = None,
+        images: ImageReader | None = None,
     ):
         """quantization: "int8" or "int4" for the weights of linear layers; the head is int8 in both
         cases. group: the ranks that have the other parts of layers. expert_group: the engines that
         have the other experts. loras: the adapters for which linear layers and embeddings have
-        room, if any.
+        room, if any. images: of a model that reads images.
         """
+        self.images = images
         self.group, self.expert_group = group, expert_group
         self._loras = loras if loras is not None and loras.enable_lora else None
         self.adapter_rows = None if self._loras is None else AdapterRows(device)
@@ -444,7 +450,16 @@ class LayerFactory:
         table = make_cos_sin_cache(rope, head_dim, num_positions)
         scales = query_scales(rope, num_positions)
         key = table.to(self.device)
-        return Rope(key if scales is None else (table * scales[:, None]).to(self.device), key)
+        query = key if scales is None else (table * scales[:, None]).to(self.device)
+        found = [] if self.images is None else self.images.components(table.shape[1] // 2)
+        if not found:
+            return Rope(query, key)
+        components = torch.tensor(found, dtype=torch.int32, device=self.device)
+        return Rope(query, key, components)
+
+    def sees_later(self, sliding_window: int) -> bool:
+        """Whether tokens of an image see each other in a layer with this window, or with 0."""
+        return self.images is not None and self.images.sees_later(sliding_window)
 
     def _packer(self, weight: torch.Tensor, bits: int | None) -> Packer:
         pack: Any = self.ops.pack_linear

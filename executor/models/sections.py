@@ -26,7 +26,7 @@ class WholeModel(Model, Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def begin(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def begin(self, token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """token_ids [T] -> the residual stream before the first layer [T, hidden_size]. Computes
         what layers get beside it.
         """
@@ -50,6 +50,7 @@ class Section(Model):
     def __init__(self, whole: WholeModel, first: int, end: int):
         self.whole, self.first, self.end = whole, first, end
         self.config, self.adapter_rows = whole.config, whole.adapter_rows
+        self.images = whole.images
 
     def attention_layers(self) -> list[Any]:
         return self.whole.attention_layers()
@@ -73,7 +74,7 @@ class FirstSection(Section):
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """token_ids [T], positions [T] i64 -> residual stream [T, hidden_size]"""
-        residual = self.whole.begin(token_ids)
+        residual = self.whole.begin(token_ids, metadata)
         return self.whole.compute_layers(self.first, self.end, residual, positions, metadata)
 
 
@@ -94,7 +95,7 @@ class LastSection(Section):
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """token_ids [R], positions [R] i64 -> hidden states [R, hidden_size], normed"""
-        self.whole.begin(token_ids)  # for the inputs of layers
+        self.whole.begin(token_ids, metadata)  # for the inputs of layers
         residual = self.state[: len(token_ids)]
         return self.whole.compute_layers(self.first, self.end, residual, positions, metadata)
 

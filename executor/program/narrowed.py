@@ -12,7 +12,7 @@ import torch
 
 from ...kernels.cpu.native.recorder import Limits
 from ...kernels.cpu.native.replay import Program
-from ...kernels.ops import AttentionMetadata, make_metadata
+from ...kernels.ops import AttentionMetadata, ImageRows, make_metadata
 from ...kernels.registry import OpTable
 from ..model import Forward, Model
 from .step_program import WrappedForward, record_step
@@ -84,6 +84,7 @@ def rows_of(
     groups = metadata.groups or (metadata,)
     tables = torch.stack([group.block_tables for group in groups]).index_select(1, requests)
     lengths, num_rows = positions.int() + 1, len(indices)
+    images = metadata.images
     return make_metadata(
         torch.arange(num_rows + 1, dtype=torch.int32),
         lengths,
@@ -93,4 +94,16 @@ def rows_of(
         [1] * num_rows,
         lengths.tolist(),
         None if metadata.adapters is None else metadata.adapters[indices],
+        images=None if images is None else images_of(images, indices),
+    )
+
+
+def images_of(images: ImageRows, indices: torch.Tensor) -> ImageRows:
+    """Of a step's tokens at `indices` [R]. Their contexts end with them, so that they see no later
+    token: the last token of a prompt, or of a chunk, never does.
+    """
+    return ImageRows(
+        images.rows[indices],
+        images.offsets[:, indices].contiguous(),
+        torch.zeros(len(indices), dtype=torch.int32),
     )

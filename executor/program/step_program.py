@@ -14,7 +14,7 @@ import torch
 from ...kernels.cpu.native.program import recording
 from ...kernels.cpu.native.recorder import Guard, Limits, Recorder, Unrecordable
 from ...kernels.cpu.native.replay import Program
-from ...kernels.ops import AttentionMetadata, StateRows, make_metadata
+from ...kernels.ops import AttentionMetadata, ImageRows, StateRows, make_metadata
 from ...kernels.registry import OpTable
 from ..model import Forward, Model, Taps, uncounted
 
@@ -54,6 +54,8 @@ LORA_OPERATIONS = ("add_lora", "add_lora_embedding")  # if its layers take adapt
 ENCODER_OPERATIONS = ("encoder_attention",)  # if no layer has a KV cache
 # if it has layers that keep states
 STATE_OPERATIONS = "short_conv", "gated_delta_rule", "selective_scan", "gated_rms_norm"
+# if it reads images
+IMAGE_OPERATIONS = "replace_rows", "add_rows", "rotary_embedding_by_component"
 TRIED_TOKENS = 5  # of the prompt that a program is checked with; fits in one block
 
 
@@ -172,6 +174,7 @@ def _is_native(model: Model, ops: OpTable) -> bool:
     operations += () if model.adapter_rows is None else LORA_OPERATIONS
     operations += () if model.attention_layers() else ENCODER_OPERATIONS
     operations += STATE_OPERATIONS if model.state_layers() else ()
+    operations += () if model.images is None else IMAGE_OPERATIONS
     others = [f"{op}={ops.chosen[op]}" for op in operations if op not in ops.native]
     if len(others) == len(operations):
         logger.info("the model runs operation by operation: there are no native kernels for it")
@@ -228,8 +231,8 @@ def _recorder_for(
     model: Model, limits: Limits, num_groups: int, origin: Callable[[], Any] | None = None
 ) -> Recorder:
     has_adapters = model.adapter_rows is not None
-    has_states = bool(model.state_layers())
-    return Recorder(limits, num_groups, model.num_token_types > 0, has_adapters, has_states, origin)
+    has = has_adapters, bool(model.state_layers()), model.images is not None
+    return Recorder(limits, num_groups, model.num_token_types > 0, *has, origin)
 
 
 @torch.inference_mode()
@@ -267,6 +270,7 @@ def _try(program: Program, model: Model, ops: OpTable, num_groups: int) -> None:
         query_lens,
         torch.zeros(num_tokens, dtype=torch.int32) - 1 if model.adapter_rows is not None else None,
         _padding(len(query_lens)) if model.state_layers() else None,
+        None if model.images is None else _tried_images(query_lens, positions),
     )
     token_ids = torch.arange(num_tokens, dtype=torch.int32) % model.config.vocab_size
     token_types = torch.zeros_like(token_ids) if model.num_token_types else None
@@ -287,6 +291,18 @@ def _try(program: Program, model: Model, ops: OpTable, num_groups: int) -> None:
             or not torch.equal(*(t.contiguous().view(torch.uint8) for t in (mine, own)))
         ):
             raise Unrecordable(f"the record gives other {name} than the model's own code")
+
+
+def _tried_images(query_lens: list[int], positions: torch.Tensor) -> ImageRows:
+    """An image in the place of the last request's tokens but one, which see each other."""
+    num_tokens, first = sum(query_lens), len(query_lens) - 1
+    end = num_tokens - 1
+    rows = torch.full((num_tokens,), -1, dtype=torch.int32)
+    rows[first:end] = 0
+    later = torch.zeros(num_tokens, dtype=torch.int32)
+    later[first:end] = torch.arange(end - first - 1, -1, -1, dtype=torch.int32)
+    offsets = torch.stack((positions * 0, -(positions // 2), -(positions // 3))).int()
+    return ImageRows(rows, offsets, later)
 
 
 def _padding(num_requests: int) -> StateRows:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ...ipc.step_messages import SchedulerOutput
@@ -25,7 +26,8 @@ from ...kernels.cpu.native.replay import Program
 from ...kernels.registry import OpTable
 from ..device import CopyToHost
 from ..input_batch import InputBatch
-from ..model import Forward, Model, Taps
+from ..model import Forward, ImageEncoder, Model, Taps
+from ..models.images import ImageReader
 from ..pooling.pooler import Pooler
 from ..program.narrowed import NarrowedForward, Sections
 from ..program.step_program import OpByOp, StagedForward, TappedForward
@@ -37,6 +39,7 @@ from .block_mover import BlockMover
 from .bursts import Bursts, BurstStep
 from .cuda_graphs import GraphedStep, Tensors
 from .device_inputs import DeviceInputMaker, DeviceTables
+from .image_table import ImageTable
 from .launched_steps import LaunchedSteps, StepLauncher
 from .look_ahead import LookAhead
 from .model_runner import ModelRunner
@@ -56,7 +59,7 @@ class RunnerState:
     """What outlives a ModelRunner: the tables of requests and what belongs to their slots.
 
     tables and copy_to_host: of a device that steps are launched on. pending: of a stage before the
-    last one. states: of a model that keeps any.
+    last one. states: of a model that keeps any. images: of a model that reads any.
     """
 
     batch: InputBatch
@@ -66,6 +69,7 @@ class RunnerState:
     copy_to_host: CopyToHost | None = None
     pending: PendingTokens | None = None
     states: StateTable | None = None
+    images: ImageTable | None = None
 
 
 def on_device(state: RunnerState, ops: OpTable, copy_to_host: CopyToHost) -> RunnerState:
@@ -102,13 +106,14 @@ def assemble(
     apply = differences(batch, mover)
     if states is not None and state.states is not None:
         apply = in_turn(move_states(states, state.states), apply)
+    if model.images is not None and model.encoder is not None and state.images is not None:
+        apply = in_turn(encode_images(model.encoder, model.images, state.images), apply)
     if state.tables is not None:
         buffers = forward.buffers if isinstance(forward, GraphedStep) else no_buffers
         steps = _on_device(state, state.tables, run_pass, ops, special, apply, buffers)
     else:
-        make_inputs = StepInputMaker(
-            batch, batch.block_size, model.num_token_types, states=state.states
-        )
+        tables = {"states": state.states, "images": state.images}
+        make_inputs = StepInputMaker(batch, batch.block_size, model.num_token_types, **tables)
         bursts = None
         if isinstance(forward, Program) and "sample_tokens" in ops.native and not is_divided:
             bursts = Bursts(forward, batch, make_inputs)
@@ -193,7 +198,9 @@ def _on_device(
 ) -> _Steps:
     """Steps whose tables are on a device; a stage before the last one does not launch them."""
     batch, apply = state.batch, in_turn(apply, tables.note_differences)
-    make_inputs = DeviceInputMaker(tables, batch.block_size, ops, buffers, state.states)
+    make_inputs = DeviceInputMaker(
+        tables, batch.block_size, ops, buffers, state.states, state.images
+    )
     plain = PlainStep(batch, make_inputs, run_pass, ops, special)
     look_ahead = LookAhead(batch, plain)
     if state.pending is not None:
@@ -229,6 +236,19 @@ def move_states(memory: StateMemory, table: StateTable) -> Apply:
 
     def apply(scheduler_output: SchedulerOutput) -> None:
         memory.copy(scheduler_output.state_copies)
+        table.apply(scheduler_output)
+
+    return apply
+
+
+def encode_images(encoder: ImageEncoder, reader: ImageReader, table: ImageTable) -> Apply:
+    """Encodes images as a step begins, and notes which of its tokens read their rows."""
+
+    def apply(scheduler_output: SchedulerOutput) -> None:
+        for image in scheduler_output.images_to_encode:
+            pixels = np.frombuffer(image.pixels.data, np.uint8).reshape(image.pixels.shape)
+            rows = encoder.encode([torch.from_numpy(pixels.copy())])  # a received one is read-only
+            reader.store(rows, image.num_rows, image.first_row)
         table.apply(scheduler_output)
 
     return apply

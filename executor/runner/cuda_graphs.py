@@ -21,10 +21,11 @@ from functools import partial
 import torch
 
 from ...ipc.platform_tuning import without_collections
-from ...kernels.ops import AttentionMetadata, StateRows, make_metadata
+from ...kernels.ops import AttentionMetadata, ImageRows, StateRows, make_metadata
 from ...kernels.registry import OpTable
 from ..model import Model, padded, uncounted
 from ..program.step_program import OpByOp
+from .image_table import NO_ROW, no_images
 from .state_table import NO_STATE, no_states
 
 logger = logging.getLogger(__name__)
@@ -65,9 +66,11 @@ class GraphedStep:
         num_groups: int = 1,
         has_adapters: bool = False,
         has_states: bool = False,
+        has_images: bool = False,
     ):
         """num_groups: of layers that have block tables of their own. has_adapters: whether the
-        model's layers take LoRA adapters. has_states: whether they keep states.
+        model's layers take LoRA adapters. has_states: whether they keep states. has_images: whether
+        the model reads images.
         """
         self._run = OpByOp(model, ops)
         self._uncounted, self._padded = partial(uncounted, model), partial(padded, model)
@@ -94,6 +97,7 @@ class GraphedStep:
             else None
         )
         self._states = no_states(max_num_seqs, device) if has_states else None
+        self._images = no_images(max_num_seqs, device) if has_images else None
         self._counts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
 
@@ -142,6 +146,7 @@ class GraphedStep:
             self._copy(count, size, token_ids, positions, metadata)
         replay, results = self._graph(size)
         self._copy_states(count, size, metadata.states)
+        self._copy_images(count, size, metadata.images)
         replay()
         return tuple(result[:count] for result in results)
 
@@ -175,6 +180,15 @@ class GraphedStep:
             getattr(self._states, name)[:count].copy_(getattr(states, name))
         self._states.places[count:size] = NO_STATE
 
+    def _copy_images(self, count: int, size: int, images: ImageRows | None) -> None:
+        """See _copy_states. A decode sees no later token."""
+        if self._images is None or images is None:
+            return
+        self._images.rows[:count].copy_(images.rows)
+        self._images.offsets[:, :count].copy_(images.offsets)
+        self._images.rows[count:size] = NO_ROW
+        self._images.offsets[:, count:size] = 0
+
     def _graph(self, size: int) -> tuple[Callable[[], None], Tensors]:
         if size not in self._graphs:
             # A capture runs the step, too. That stores the same keys and values again, but a state
@@ -193,6 +207,7 @@ class GraphedStep:
                 [self._max_model_len] * size,
                 None if self._adapters is None else self._adapters[:size],
                 None if self._states is None else first_rows(self._states, size),
+                None if self._images is None else first_images(self._images, size),
             )
 
             def step() -> Tensors:
@@ -208,6 +223,10 @@ class GraphedStep:
                 self._graphs[size] = self._capture(step)
             logger.debug("captured a CUDA graph for up to %d requests", size)
         return self._graphs[size]
+
+
+def first_images(images: ImageRows, size: int) -> ImageRows:
+    return ImageRows(images.rows[:size], images.offsets[:, :size], images.later[:size])
 
 
 def first_rows(states: StateRows, size: int) -> StateRows:

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from ...ipc.step_messages import SchedulerOutput
-from ...kernels.ops import StateRows, make_metadata
+from ...kernels.ops import ImageRows, StateRows, make_metadata
 from ..device import packed
 from ..input_batch import InputBatch
 from .cuda_graphs import Tensors
+from .image_table import ImageTable
 from .state_table import StateTable
 from .step_inputs import StepInputs, StepLayout, lay_out
 
@@ -147,9 +148,10 @@ class DeviceInputMaker:
         ops: Any,
         graph_buffers: Callable[[int], Tensors | None],
         states: StateTable | None = None,
+        images: ImageTable | None = None,
     ):
-        """states: of a model that keeps any."""
-        self.tables, self._states = tables, states
+        """states: of a model that keeps any. images: of a model that reads any."""
+        self.tables, self._states, self._images = tables, states, images
         self.block_size = block_size
         self._prepare = ops.prepare_step_inputs
         self._graph_buffers = graph_buffers
@@ -213,6 +215,10 @@ class DeviceInputMaker:
             columns["last_positions"] = layout.seq_lens.astype(np.int64) - 1
             columns["copy_positions"] = self._states.copy_positions[layout.slots]
             columns["copy_places"] = self._states.copy_places[layout.slots]
+        if self._images is not None:
+            images = self._images.columns(layout.slots, layout.num_computed, layout.query_lens)
+            columns["image_rows"], columns["later_tokens"] = images.rows, images.later
+            columns["position_offsets"] = images.offsets.ravel()
         return columns
 
     def prepare(self, layout: StepLayout, columns: dict[str, torch.Tensor]) -> StepInputs:
@@ -265,6 +271,7 @@ class DeviceInputMaker:
                 layout.seq_lens.tolist(),
                 self._adapters(num_tokens, columns, *adapters),
                 self._state_rows(columns),
+                self._image_rows(columns),
             ),
             sampled_rows=layout.sampled_rows,
             sampled_slots=layout.slots[layout.sampled_rows],
@@ -277,6 +284,12 @@ class DeviceInputMaker:
             return None
         names = "slots", "last_positions", "copy_positions", "copy_places"
         return StateRows(*(columns[name] for name in names))
+
+    def _image_rows(self, columns: dict[str, torch.Tensor]) -> ImageRows | None:
+        if self._images is None:
+            return None
+        offsets = columns["position_offsets"].view(3, -1)
+        return ImageRows(columns["image_rows"], offsets, columns["later_tokens"])
 
     def _adapters(
         self, num_tokens: int, columns: dict[str, torch.Tensor], buffer: torch.Tensor | None = None

@@ -91,7 +91,8 @@ class ModelRunner:
         `is_sampled`.
         """
         batch = self.batch
-        has = batch.loras is not None, bool(self.model.state_layers())
+        model = self.model
+        has = batch.loras is not None, bool(model.state_layers()), model.images is not None
         step = dummy_step(num_tokens, num_logits, batch.num_groups, self.device, *has)
         with uncounted(self.model):
             _, *results = self.run_pass(*step, step[0] if self.model.num_token_types else None)

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from ...ipc.step_messages import SchedulerOutput
-from ...kernels.ops import AttentionMetadata, make_metadata
+from ...kernels.ops import AttentionMetadata, ImageRows, make_metadata
 from ..input_batch import InputBatch
+from .image_table import ImageTable, no_images
 from .state_table import ALL_KNOWN, StateTable, no_states
 
 NULL_BLOCK = 0  # never allocated; block tables of padding rows point to it
@@ -133,12 +134,13 @@ class StepInputMaker:
         num_token_types: int = 0,
         tokens_ahead: int = 0,
         states: StateTable | None = None,
+        images: ImageTable | None = None,
     ):
         """num_token_types: that a model distinguishes; 0: it takes none. tokens_ahead: a position
         gets the token so many positions later, and the last ones are not computed. states: of a
-        model that keeps any.
+        model that keeps any. images: of a model that reads any.
         """
-        self._tokens_ahead, self._states = tokens_ahead, states
+        self._tokens_ahead, self._states, self._images = tokens_ahead, states, images
         self._num_token_types = num_token_types
         self.batch = batch
         self.block_size = block_size
@@ -189,6 +191,7 @@ class StepInputMaker:
                 seq_lens.tolist(),
                 self._adapters(token_slots),
                 self._states and self._states.rows(slots, self._last_positions(slots, num_ahead)),
+                self._image_rows(slots, layout.num_computed, layout.query_lens),
             ),
             sampled_rows=layout.sampled_rows,
             sampled_slots=slots[layout.sampled_rows],
@@ -251,6 +254,7 @@ class StepInputMaker:
             last.seq_lens.tolist(),
             before.adapters,
             self._states and self._states.rows(inputs.slots, self._last_positions(inputs.slots)),
+            self._image_rows(inputs.slots, last.positions, np.ones_like(last.positions)),
         )
         last.output = now
         last.inputs = StepInputs(
@@ -273,6 +277,12 @@ class StepInputMaker:
             return torch.zeros(len(positions), dtype=torch.int32)
         second = self.batch.second_text_start[token_slots]
         return torch.from_numpy(((second > 0) & (positions >= second)).astype(np.int32))
+
+    def _image_rows(
+        self, slots: np.ndarray, firsts: np.ndarray, counts: np.ndarray
+    ) -> ImageRows | None:
+        """See ImageTable.columns."""
+        return self._images and self._images.columns(slots, firsts, counts).on_host()
 
     def _adapters(self, token_slots: np.ndarray) -> torch.Tensor | None:
         """[T] i32: see AttentionMetadata."""
@@ -308,6 +318,7 @@ def dummy_step(
     device: torch.device | None = None,
     has_adapters: bool = False,
     has_states: bool = False,
+    has_images: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]:
     """token_ids, positions, metadata and logits_indices of `num_tokens` one-token rows without
     effect on the cache, with logits of `num_logits` of them.
@@ -326,6 +337,7 @@ def dummy_step(
         [1] * num_tokens,
         filled(-1, torch.int32, num_tokens) if has_adapters else None,
         no_states(num_tokens, device) if has_states else None,
+        no_images(num_tokens, device) if has_images else None,
     )
     token_ids, positions = filled(0, torch.int32, num_tokens), filled(0, torch.int64, num_tokens)
     return token_ids, positions, metadata, filled(0, torch.int64, num_logits)

@@ -168,6 +168,9 @@ def _memory(plan: Plan) -> list[tuple[str, int, str]]:
             uses[1] = ("  engines and frontend", plan.runtime_bytes, note)
             per_token = f"{format_bytes(room)} for each engine, {per_token}"
             room *= plan.num_engines
+    if plan.images_bytes:
+        note = "encoder_cache_tokens sets how many"
+        uses.append(("  rows of encoded images", plan.images_bytes, note))
     states = _states(plan)
     rest = plan.free_bytes - room - sum(size for _, size, _ in states)
     return [

@@ -19,6 +19,7 @@ from ...ipc.machine import free_memory_bytes, total_memory_bytes
 from ...ipc.models.architectures import NATIVE
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.draft_heads import HeadNames, find_heads, head_rows, quantization_of_head
+from ...ipc.models.encoder_memory import table_bytes
 from ...ipc.models.expert_parallel import shares_experts
 from ...ipc.models.fallback_architectures import parse_model
 from ...ipc.models.gguf import is_gguf, read_gguf
@@ -115,6 +116,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     withheld_bytes: int
     runtime_bytes: int  # of the processes, those beside the first with their weights
     step_bytes: int  # on a GPU: activations, graphs and request tables, estimated
+    images_bytes: int = 0  # of the tables of encoded images, of a model that reads any
     num_blocks: int  # KV-cache blocks of the engine; 0: the engine would not start
     kv_cache_bytes: int
     longest_kv_cache_bytes: int  # of one sequence of `longest_context` tokens
@@ -146,6 +148,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 self.weights_bytes
                 + self.runtime_bytes
                 + self.step_bytes
+                + self.images_bytes
                 + self.least_kv_cache_bytes
             )
             needed = -(-needed // self.num_ranks)
@@ -154,6 +157,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return (
             self.weights_bytes
             + self.runtime_bytes
+            + self.images_bytes
             + ceil(self.least_kv_cache_bytes * self.num_engines / CPU_MEMORY_FRACTION)
         )
 
@@ -171,6 +175,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             - self.weights_bytes
             - self.runtime_bytes
             - self.step_bytes
+            - self.images_bytes
         )
 
 
@@ -190,9 +195,12 @@ def make_plan(
     weights_bytes, keeps_blocks = weights_in_engine(config, sizes)
     weights_bytes += draft_bytes
     num_engines = 1 if memory.is_gpu else config.device_config.data_parallel_size
-    step_bytes = size * _estimate_step(config, sizes) if memory.is_gpu else 0
-    runtime_bytes = _runtime_bytes(config, memory, num_engines, weights_bytes)
-    free = memory.total_bytes - memory.withheld_bytes - weights_bytes - runtime_bytes - step_bytes
+    beside = {
+        "runtime_bytes": _runtime_bytes(config, memory, num_engines, weights_bytes),
+        "step_bytes": size * _estimate_step(config, sizes) if memory.is_gpu else 0,
+        "images_bytes": _images_bytes(config, size * num_engines),
+    }
+    free = memory.total_bytes - memory.withheld_bytes - weights_bytes - sum(beside.values())
     cache = _Cache(config, sizes, draft_block_bytes)
     room = _measure_room(config, cache, free // size)
     flags = _flags(config, room, given or {}, memory_bytes is not None and not memory.is_gpu)
@@ -223,8 +231,7 @@ def make_plan(
         memory_bytes=memory.total_bytes,
         memory_is_named=memory_bytes is not None,
         withheld_bytes=memory.withheld_bytes,
-        runtime_bytes=runtime_bytes,
-        step_bytes=step_bytes,
+        **beside,
         num_blocks=room.num_blocks,
         kv_cache_bytes=room.num_blocks * cache.block_bytes * size,
         states=room.states,
@@ -295,6 +302,11 @@ def _measure_room(config: EngineConfig, cache: _Cache, free: int) -> _Room:
     }
     num_bytes = (num_blocks or affordable) * cache.block_bytes
     return _Room(num_blocks, context, longest, concurrency, num_bytes, states)
+
+
+def _images_bytes(config: EngineConfig, num_tables: int) -> int:
+    """Bytes of the tables of encoded images; each rank of an engine has one."""
+    return num_tables * table_bytes(config, DTYPE_BYTES[config.model_config.dtype])
 
 
 def _measure_states(config: EngineConfig, state_bytes: int, free: int) -> States | None:

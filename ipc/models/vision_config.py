@@ -28,8 +28,14 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_vectors: int = 1
     # rotary pairs that turn by time, row and column; empty: positions have one component
     mrope_section: tuple[int, ...] = ()
+    # whether the pairs of the components alternate; otherwise each component has consecutive ones
+    has_interleaved_mrope: bool = True
     # tokens of one image see each other, so that a step computes all of them or none
     sees_whole_images: bool = False
+    only_windows_see_whole_images: bool = False  # in layers with a sliding window, not in others
+    # the token that the model computes in the place of a placeholder, where layers get inputs of
+    # their own by token ids; None: the placeholder
+    row_token_id: int | None = None
     file: str = ""  # the encoder's GGUF file; "": its tensors are beside the text model's
 
 
@@ -38,3 +44,21 @@ def grid_of(vision: VisionConfig, height: int, width: int) -> tuple[int, int]:
     `unit`.
     """
     return height // vision.unit, width // vision.unit
+
+
+def components_of(vision: VisionConfig, num_pairs: int) -> list[int]:
+    """For each of the rotary pairs the component of the position by which it turns: 0 time, 1 row,
+    2 column. Empty where positions have one component. Pairs that no component has turn by time.
+    """
+    if not vision.mrope_section:
+        return []
+    components, first = [0] * num_pairs, 0
+    for component, count in enumerate(vision.mrope_section):
+        pairs = range(first, first + count)
+        first += count
+        if vision.has_interleaved_mrope and component:
+            pairs = range(component, 3 * count, 3)
+        for pair in pairs:
+            if pair < num_pairs:
+                components[pair] = component
+    return components

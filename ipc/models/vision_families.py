@@ -51,7 +51,10 @@ class VisionFamily(msgspec.Struct, frozen=True):
     image_token: tuple[str, int]
     deepstack: tuple[int, ...] = ()  # of a vision_config without deepstack_visual_indexes
     mrope_section: tuple[int, ...] = ()  # of a text_config without it
+    has_interleaved_mrope: bool = True
     sees_whole_images: bool = False
+    # whether layers get inputs of their own by token ids, with the padding token's for images
+    reads_padding: bool = False
 
 
 class TowerKeys(Keys):
@@ -569,9 +572,12 @@ FAMILIES = {
             deepstack=(8, 16, 24),
             mrope_section=(24, 20, 20),
         ),
-        VisionFamily("qwen2_5_vl", _qwen2_5, ("image_token_id", 151_655), (), (16, 24, 24)),
+        VisionFamily(
+            *("qwen2_5_vl", _qwen2_5, ("image_token_id", 151_655), (), (16, 24, 24)),
+            has_interleaved_mrope=False,
+        ),
         VisionFamily("gemma3", _gemma3, ("image_token_index", 262_144), sees_whole_images=True),
-        VisionFamily("gemma4", _gemma4, ("image_token_id", 258_880)),
+        VisionFamily("gemma4", _gemma4, ("image_token_id", 258_880), reads_padding=True),
         VisionFamily("gemma4_unified", _gemma4_unified, ("image_token_id", 258_880)),
         VisionFamily("mistral3", _pixtral, ("image_token_index", 10)),
         VisionFamily("pixtral", _pixtral, ("image_token_index", 32_000)),

@@ -56,6 +56,7 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    later: Tensor | None = None,
 ) -> Tensor:
     num_decodes = start = metadata.num_decodes
     out = torch.empty(query.shape, dtype=query.dtype)
@@ -83,6 +84,7 @@ def paged_attention(
             out[start:end],
             attend,
             sliding_window,
+            None if later is None else later[start:end],
         )
         start = end
     return out
@@ -268,6 +270,7 @@ def _prefill(
     out: Tensor,
     attend: Callable[..., Tensor],
     sliding_window: int,
+    later: Tensor | None = None,
 ) -> None:
     """Computes one request: query and out [Lq, NQ, D] are the last Lq tokens of its context.
 
@@ -284,15 +287,20 @@ def _prefill(
     keys, values = (
         tensor.transpose(0, 1)[:, None].expand(-1, grouped.shape[1], -1, -1) for tensor in context
     )
-    if num_before == 0 and not 0 < sliding_window < num_queries:
+    if num_before == 0 and not 0 < sliding_window < num_queries and later is None:
         grouped_out.copy_(attend(grouped, keys, values, is_causal=True))
         return
     for start in range(0, num_queries, QUERY_TILE):
         end = min(start + QUERY_TILE, num_queries)
         # These are the keys that at least one query of the tile sees.
         first, stop = _first_seen(num_before + start, sliding_window), num_before + end
-        distance = torch.arange(num_before + start, stop)[:, None] - torch.arange(first, stop)
-        is_unseen = (distance < 0) | (distance >= (sliding_window or stop))
+        ahead: Tensor | int = 0
+        if later is not None:
+            ahead = later[start:end, None]
+            stop = min(stop + int(later[end - 1]), len(context[0]))
+        positions = torch.arange(num_before + start, num_before + end)
+        distance = positions[:, None] - torch.arange(first, stop)
+        is_unseen = (distance < -ahead) | (distance >= (sliding_window or stop))
         mask = torch.zeros(is_unseen.shape, dtype=query.dtype).masked_fill_(
             is_unseen, float("-inf")
         )

@@ -9,6 +9,7 @@ from . import (
     encoder,
     gguf_linear,
     grammar,
+    images,
     latent,
     linear,
     lora,

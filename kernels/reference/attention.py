@@ -55,6 +55,7 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    later: Tensor | None = None,
 ) -> Tensor:
     block_size = key_cache.shape[1]
     group_size = query.shape[1] // key_cache.shape[2]
@@ -71,7 +72,8 @@ def paged_attention(
         k = load(key_cache, blocks, offsets, is_key=True)
         v = load(value_cache, blocks, offsets, is_key=False)
         distance = position[-len(q) :, None] - position[None, :]  # [Lq, seq_len - first]
-        is_unseen = (distance < 0) | (distance >= (sliding_window or seq_len))
+        ahead = 0 if later is None else later[starts[row] : starts[row + 1], None]
+        is_unseen = (distance < -ahead) | (distance >= (sliding_window or seq_len))
         for head in range(query.shape[1]):
             kv_head = head // group_size
             scores = q[:, head] @ k[:, kv_head].T * scale

@@ -42,8 +42,10 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    later: Tensor | None = None,
 ) -> Tensor:
-    return attend(query, key_cache, value_cache, metadata, scale, sliding_window, softcap, sinks)
+    options = sliding_window, softcap, sinks, later
+    return attend(query, key_cache, value_cache, metadata, scale, *options)
 
 
 @register(
@@ -58,6 +60,7 @@ def paged_attention_in_two_launches(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    later: Tensor | None = None,
 ) -> Tensor:
     """paged_attention with the decode states merged by a second launch. The results are bitwise
     equal.
@@ -73,6 +76,7 @@ def paged_attention_in_two_launches(
         sliding_window,
         softcap,
         sinks,
+        later,
         one_launch=False,
     )
 
@@ -86,6 +90,7 @@ def attend(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    later: Tensor | None = None,
     *,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
@@ -124,7 +129,7 @@ def attend(
             query, cache, metadata, (scale, value_scale), out, options, one_launch, num_programs
         )
     if metadata.num_decodes < len(metadata.query_lens):
-        _prefill(query, cache, metadata, (scale, value_scale), out, options)
+        _prefill(query, cache, metadata, (scale, value_scale), out, options, later)
     return out
 
 
@@ -204,7 +209,9 @@ def _prefill(
     scales: tuple[float, float],
     out: Tensor,
     options: dict[str, Any],
+    later: Tensor | None,
 ) -> None:
+    """A decode sees no later token, since its own is the last of the context."""
     shape = {
         **options,
         **prefill_shape(options["GROUP"], options["BLOCK_D"], query.dtype, architecture()),
@@ -219,6 +226,7 @@ def _prefill(
         metadata.query_start_loc,
         metadata.seq_lens,
         work,
+        work if later is None else later,  # without LATER it is not read
         out,
         *scales,
         query.shape[1],
@@ -226,6 +234,7 @@ def _prefill(
         *query.stride()[:2],
         *cache["strides"],
         **shape,
+        LATER=later is not None,
     )
 
 

@@ -43,7 +43,7 @@ def _attend(
 
     MASKED: some keys may be hidden from some rows.
     """
-    query, row_positions, scale = rows
+    query, row_positions, row_lasts, scale = rows
     key_ptr, value_ptr, table, length, strides = cache
     key_block_stride, key_slot_stride, value_block_stride, value_slot_stride = strides
     largest, total, acc = state
@@ -88,7 +88,7 @@ def _attend(
             tl.dot(query, in_dtype(keys, query), input_precision="ieee"), scale, SOFTCAP
         )
         if MASKED:
-            seen = positions[None, :] <= row_positions[:, None]
+            seen = positions[None, :] <= row_lasts[:, None]
             if WINDOW:
                 seen = seen & (positions[None, :] > row_positions[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
@@ -108,6 +108,7 @@ def prefill_kernel(
     starts_ptr,
     lengths_ptr,
     work_ptr,
+    later_ptr,
     out_ptr,
     scale,
     value_scale,
@@ -130,6 +131,7 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    LATER: tl.constexpr,
 ):
     """Grid (KV heads, work items).
 
@@ -161,13 +163,18 @@ def prefill_kernel(
     row_positions = length - (end - start) + tokens
     first_position = length - (end - start) + first_token
     last_position = tl.minimum(first_position + BLOCK_TOKENS, length) - 1
+    row_lasts, stop_position = row_positions, last_position
+    if LATER:  # rows see more keys, and the window begins where it does without them
+        later = tl.load(later_ptr + start + tokens, mask=in_block, other=0)
+        row_lasts = tl.minimum(row_positions + later, length - 1)
+        stop_position = tl.maximum(tl.max(tl.where(in_block, row_lasts, 0), 0), last_position)
     largest = tl.full((ROWS,), NOTHING, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     if SINKS:
         largest, total = with_sinks(sinks_ptr, heads, in_block)
-    full_first, full_stop, stop = 0, (first_position + 1) // TILE, last_position // TILE + 1
-    of_rows = query, row_positions, scale
+    full_first, full_stop, stop = 0, (first_position + 1) // TILE, stop_position // TILE + 1
+    of_rows = query, row_positions, row_lasts, scale
     strides = key_block_stride, key_slot_stride, value_block_stride, value_slot_stride
     cache = key_ptr, value_ptr, table, length, strides
     state = largest, total, acc

@@ -326,6 +326,71 @@ def _launch(
     )
 
 
+@triton.jit
+def by_component_kernel(
+    positions_ptr,
+    offsets_ptr,
+    x_ptr,
+    cos_sin_ptr,
+    components_ptr,
+    offset_stride,
+    x_stride,
+    x_head_stride,
+    heads,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """A program rotates HEADS of the `heads` heads of a token; each pair has a position."""
+    token = tl.program_id(0).to(tl.int64)
+    head, pair = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, BLOCK)
+    is_pair = pair < HALF
+    mask = (head < heads)[:, None] & is_pair[None, :]
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    component = tl.load(components_ptr + pair, mask=is_pair, other=0)
+    offset = tl.load(offsets_ptr + component * offset_stride + token, mask=is_pair, other=0)
+    position = tl.load(positions_ptr + token) + offset.to(tl.int64)
+    angles = cos_sin_ptr + position * (2 * HALF) + pair
+    cos = tl.load(angles, mask=is_pair, other=0.0).to(dtype).to(tl.float32)
+    sin = tl.load(angles + HALF, mask=is_pair, other=0.0).to(dtype).to(tl.float32)
+    x_ptrs = x_ptr + token * x_stride + head[:, None] * x_head_stride + pair[None, :]
+    a = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x_ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    tl.store(x_ptrs, (a * cos[None, :] - b * sin[None, :]).to(dtype), mask=mask)
+    tl.store(x_ptrs + HALF, (b * cos[None, :] + a * sin[None, :]).to(dtype), mask=mask)
+
+
+@register("rotary_embedding_by_component", name="triton", predicate=is_cuda, priority=PRIORITY)
+def rotary_embedding_by_component(
+    positions: Tensor,
+    offsets: Tensor,
+    query: Tensor,
+    key: Tensor,
+    cos_sin_cache: Tensor,
+    components: Tensor,
+) -> None:
+    half = cos_sin_cache.shape[1] // 2
+    block = triton.next_power_of_2(half)
+    at_once = max(1, TILE // block)
+    for x in (query, key):
+        num_tokens, heads = x.shape[:2]
+        if num_tokens * heads:
+            by_component_kernel[num_tokens, triton.cdiv(heads, at_once)](
+                positions,
+                offsets,
+                x,
+                cos_sin_cache,
+                components,
+                offsets.stride(0),
+                *x.stride()[:2],
+                heads,
+                HALF=half,
+                BLOCK=block,
+                HEADS=at_once,
+                **PLAIN,
+            )
+
+
 @register("rotary_embedding", name="triton", predicate=is_cuda, priority=PRIORITY)
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
     _launch(positions, query, key, None, cos_sin_cache, (None, None), None, (None, None), 0.0)

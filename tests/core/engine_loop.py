@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
 from quire.core.engine_core import EngineCore, Host
 from quire.ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
+from quire.ipc.models.vision_config import VisionConfig
 from quire.ipc.params import SamplingParams
 from quire.tests.fakes import FakeExecutor, make_config
 
@@ -18,12 +20,15 @@ def make_core(
     num_state_checkpoints: int | None = None,
     host: Host = Host(),
     check_every_step: bool = True,
+    vision: VisionConfig | None = None,
     **arguments,
 ) -> EngineCore:
     """`burst_weights_bytes`, `windows` (of the groups of layers) and `num_state_checkpoints` are
-    the fake executor's.
+    the fake executor's. vision: of a model that reads images.
     """
     config = make_config(**arguments)
+    model_config = replace(config.model_config, vision=vision)
+    config = replace(config, model_config=model_config)
     executor = FakeExecutor(config)
     executor.burst_weights_bytes = burst_weights_bytes
     executor.kv_cache_windows = windows

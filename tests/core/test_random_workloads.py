@@ -2,9 +2,11 @@
 every step, nothing is leaked.
 """
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from quire.ipc.messages import EngineCoreRequest, FinishReason
 from quire.ipc.models.kv_layout import make_layout
 from quire.ipc.params import SamplingParams
 from quire.tests.core.engine_loop import Answer, assert_nothing_left, collect, make_core, step
+from quire.tests.fake_encoder import VISION, WHOLE, read_prompt, with_images
 from quire.tests.fakes import expected_output, make_config
 
 
@@ -98,7 +101,7 @@ def assert_as_expected(core: EngineCore, jobs: list[Job], answers: dict[str, Ans
     for job, request in children:
         answer = answers[request.request_id]
         expected = expected_output(
-            request.prompt_token_ids, request.sampling_params, request.eos_token_ids, core.config
+            read_prompt(request), request.sampling_params, request.eos_token_ids, core.config
         )
         if answer.reason is FinishReason.ABORT:
             assert (
@@ -131,11 +134,13 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
+# arguments of make_core that are no settings
+OF_FAKES = "windows", "burst_weights_bytes", "vision", "num_state_checkpoints"
+
+
 def make_tight_core(spare_blocks: int, **arguments) -> EngineCore:
     """Make an engine core with room for one sequence and `spare_blocks` blocks."""
-    config = make_config(
-        **{k: v for k, v in arguments.items() if k not in ("windows", "burst_weights_bytes")}
-    )
+    config = make_config(**{k: v for k, v in arguments.items() if k not in OF_FAKES})
     needed = make_layout(config, arguments["windows"]).most_blocks(256)
     return make_core(**arguments, num_gpu_blocks_override=1 + needed + spare_blocks)
 
@@ -150,6 +155,37 @@ def make_tight_core(spare_blocks: int, **arguments) -> EngineCore:
 def test_no_setting_changes_an_output_or_leaks(seed, num_jobs, arguments, rows_per_s):
     core, jobs = make_tight_core(**arguments), random_jobs(seed, num_jobs)
     core.pace_outputs(rows_per_s)
+    assert_as_expected(core, jobs, drive(core, jobs))
+    assert_nothing_left(core)
+
+
+IMAGE_SETTINGS = st.fixed_dictionaries(
+    {
+        "vision": st.sampled_from([VISION, WHOLE]),
+        "encoder_cache_tokens": st.sampled_from([12, 30, 1000]),
+        "max_encoder_tokens": st.sampled_from([1, 9, 100]),
+        "num_state_checkpoints": st.sampled_from([None, None, 5]),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32),
+    num_jobs=st.integers(1, 20),
+    arguments=SETTINGS,
+    of_images=IMAGE_SETTINGS,
+)
+def test_no_setting_changes_an_output_about_images(seed, num_jobs, arguments, of_images):
+    if of_images["num_state_checkpoints"] is not None:  # states have no windows, nor whole images
+        arguments = arguments | {"windows": (0,)}
+        of_images = of_images | {"vision": VISION}
+    core, jobs = make_tight_core(**arguments, **of_images), []
+    may_split = of_images["vision"] is VISION
+    for job in random_jobs(seed, num_jobs, max_prompt=120):
+        prompt, images = with_images(job.request.prompt_token_ids, 200, may_split)
+        request = msgspec.structs.replace(job.request, prompt_token_ids=prompt, images=images)
+        jobs.append(dataclasses.replace(job, request=request))
     assert_as_expected(core, jobs, drive(core, jobs))
     assert_nothing_left(core)
 

@@ -74,6 +74,10 @@ NOT_TIMED = {
     "store_latents",
     "pack_head_linear",
     "rotary_embedding_interleaved",
+    # nor reads images
+    "replace_rows",
+    "add_rows",
+    "rotary_embedding_by_component",
     # text encoders have no kernels of their own for GPUs
     "layer_norm",
     "fused_add_layer_norm",

@@ -80,7 +80,8 @@ def attention_case(
     batch = (
         f"queries {query_lens} of {seq_lens}" if len(seq_lens) < 6 else f"{len(seq_lens)} requests"
     )
-    name = f"{batch}, {heads}, blocks of {block_size}, {options[:2]}{' sinks' * len(options[2:])}"
+    name = f"{batch}, {heads}, blocks of {block_size}, {options[:2]}"
+    name += " sinks" * (options[2:3] not in ((), (None,))) + " later" * len(options[3:])
     name += " apart" * is_apart
     return Case(
         name,
@@ -96,6 +97,30 @@ def make_sinks(num_heads: int) -> Tensor:
     return sinks
 
 
+def make_later(query_lens: list[int], *images: tuple[int, int]) -> Tensor:
+    """images: (first, end) of tokens of the step that see each other."""
+    later = torch.zeros(sum(query_lens), dtype=torch.int32)
+    for first, end in images:
+        later[first:end] = torch.arange(end - first - 1, -1, -1)
+    return later
+
+
+def later_cases(dtype: torch.dtype) -> list[Case]:
+    none: tuple[Any, ...] = (0, 0.0, None)
+    short, long = [1, 9], [1, 30, 300]
+    some = make_later(short, (2, 8))
+    cases = [attention_case(short, [150, 100], (4, 2, 32), 16, dtype, *none, some)]
+    if INTERPRETED:
+        return cases
+    many = make_later(long, (1, 20), (40, 296), (296, 331))
+    return [
+        *cases,
+        attention_case(long, [9, 40, 900], (4, 1, 32), 16, dtype, *none, many),
+        attention_case(long, [700, 30, 300], (4, 2, 64), 16, dtype, 280, 0.0, None, many),
+        attention_case(long, [9, 40, 900], (3, 3, 16), 8, dtype, 280, 5.0, make_sinks(3), many),
+    ]
+
+
 def reference_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -105,6 +130,7 @@ def reference_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    later: Tensor | None = None,
     backend: SDPBackend = SDPBackend.MATH,
 ) -> tuple[Tensor, ...]:
     out = torch.empty_like(query)
@@ -118,6 +144,10 @@ def reference_attention(
         mask = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
         if sliding_window:
             mask = mask.triu(seq_len - query_len + 1 - sliding_window)
+        if later is not None:
+            last = torch.arange(seq_len - query_len, seq_len) + later[start : start + query_len]
+            ahead = torch.arange(seq_len) <= last[:, None]
+            mask |= ahead & torch.ones_like(mask).triu(seq_len - query_len + 1)
         first = first_seen(query_len, seq_len, sliding_window)
         keys, values, mask = keys[:, first:], values[:, first:], mask[:, first:]
         q = query[start : start + query_len].transpose(0, 1)
@@ -143,6 +173,7 @@ def paged_attention(dtype: torch.dtype) -> list[Case]:
     bundled, qwen = (4, 2, 64), (14, 2, 64)
     if INTERPRETED:  # a tile of keys takes 10 ms there
         return [
+            *later_cases(dtype),
             attention_case([1, 1, 1], [15, 1, 33], bundled, 16, dtype),
             attention_case([1, 1, 7, 80], [300, 3, 100, 80], (4, 1, 32), 16, dtype),
             attention_case([1, 9], [150, 100], (4, 2, 32), 16, dtype, 40, 3.0),
@@ -151,6 +182,7 @@ def paged_attention(dtype: torch.dtype) -> list[Case]:
         ]
     ragged = [50 + i for i in range(31)] + [1500]
     return [
+        *later_cases(dtype),
         attention_case([1], [1], bundled, 16, dtype),
         attention_case([1], [16], bundled, 16, dtype),
         attention_case([1, 1, 1], [15, 17, 33], qwen, 16, dtype),

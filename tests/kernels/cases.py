@@ -14,6 +14,7 @@ from quire.kernels.reference.gguf_blocks import dequantize
 from quire.tests.kernels.attention_cases import paged_attention
 from quire.tests.kernels.case import Case, rand, random_blocks
 from quire.tests.kernels.encoder_cases import ENCODER_OPS
+from quire.tests.kernels.image_cases import IMAGE_OPS
 from quire.tests.kernels.latent_cases import LATENT_OPS
 from quire.tests.kernels.lora_cases import LORA_OPS
 from quire.tests.kernels.moe_cases import add_gated, fused_moe
@@ -505,6 +506,7 @@ MODEL_OPS = (
         )
     }
     | ENCODER_OPS
+    | IMAGE_OPS
     | LATENT_OPS
     | LORA_OPS
     | STATE_ROW_OPS

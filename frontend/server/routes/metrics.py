@@ -85,6 +85,8 @@ COUNTERS: Table = {
     "prefix_cache_hits": "prefix_cache_hits",
     "external_prefix_cache_queries": "external_prefix_cache_queries",
     "external_prefix_cache_hits": "external_prefix_cache_hits",
+    "mm_cache_queries": "mm_cache_queries",
+    "mm_cache_hits": "mm_cache_hits",
     "num_preemptions": "num_preemptions",
     "spec_decode_num_drafts": "num_drafts",
     "spec_decode_num_draft_tokens": "num_draft_tokens",

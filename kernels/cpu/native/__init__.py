@@ -19,6 +19,7 @@ if library is not None:
         attention,
         experts,
         gguf,
+        images,
         latent,
         linear,
         lora,

@@ -34,12 +34,14 @@ def paged_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    later: Tensor | None = None,
 ) -> Tensor:
     out = empty(*query.shape, dtype=query.dtype)
     step = Step(
         num_tokens=query.shape[0],
         num_requests=metadata.seq_lens.shape[0],
         query_start_loc=metadata.query_start_loc.data_ptr(),
+        later_tokens=None if later is None else later.data_ptr(),
         seq_lens=metadata.seq_lens.data_ptr(),
         block_tables=metadata.block_tables.data_ptr(),
         block_table_row=metadata.block_tables.stride(0),
@@ -69,6 +71,7 @@ def paged_attention(
         rotary_query_head=0,
         value_dim=query.shape[2],
         head_parts=1,
+        sees_later=later is not None,
     )
     return out
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 HEADERS = (
     "abi.h",
     "abi_experts.h",
+    "abi_images.h",
     "abi_lora.h",
     "abi_ranks.h",
     "abi_states.h",

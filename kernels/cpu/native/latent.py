@@ -132,6 +132,7 @@ def latent_attention(
         rotary_query=rotary_query,
         value_dim=rank,
         head_parts=_parts(heads),
+        sees_later=False,
     )
     return out
 

@@ -25,11 +25,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...ops import StateRows, make_metadata
+from ...ops import ImageRows, StateRows, make_metadata
 from .calls import ALL_LOGITS, ALL_TOKENS, Call, Ids, Step, Struct
 
 # members of a Step, in the order of the columns of StateRows
 STATE_INPUTS = "state_places", "last_positions", "copy_positions", "copy_places"
+# of ImageRows
+IMAGE_INPUTS = "image_rows", "position_offsets", "later_tokens"
 
 
 class Unrecordable(Exception):
@@ -77,12 +79,13 @@ class Recorder:
         has_token_types: bool = False,
         has_adapters: bool = False,
         has_states: bool = False,
+        has_images: bool = False,
         origin: Callable[[], Any] | None = None,
     ):
         """num_groups: how many groups of layers have block tables of their own. has_token_types:
         the model takes the type of each token. has_adapters: the model takes the LoRA adapter of
-        each token. has_states: the model keeps states. origin: says, for traces, where the call
-        that is being recorded comes from.
+        each token. has_states: the model keeps states. has_images: the model reads images. origin:
+        says, for traces, where the call that is being recorded comes from.
         """
         # The number of rows of an operand tells tokens from logits.
         num_logits = limits.num_logits + (limits.num_logits == limits.num_tokens)
@@ -111,6 +114,7 @@ class Recorder:
             unknown,
             self._make((limits.num_tokens,), torch.int32) if has_adapters else None,
             self._make_states(limits.num_requests) if has_states else None,
+            self._make_images(limits.num_tokens) if has_images else None,
         )
         self._part_ids: dict[int, int] = {}  # address of ids that part_ids made -> first id
         # The key is the name of the step's member. Tensors are in order of groups where these have
@@ -183,7 +187,7 @@ class Recorder:
         self.calls.append(call)
 
     def _inputs_of_rows(self) -> dict[str, list[Tensor]]:
-        """Where the blocks and states of requests are."""
+        """Where the blocks, states and images of requests are."""
         metadata = self.metadata
         groups = metadata.groups or (metadata,)
         found = {
@@ -193,11 +197,18 @@ class Recorder:
         if metadata.states is not None:
             columns = vars(metadata.states).values()
             found |= {name: [x] for name, x in zip(STATE_INPUTS, columns)}
+        if metadata.images is not None:
+            columns = vars(metadata.images).values()
+            found |= {name: [x] for name, x in zip(IMAGE_INPUTS, columns)}
         return found
 
     def _make_states(self, num_requests: int) -> StateRows:
         dtypes = torch.int32, torch.int64, torch.int64, torch.int32
         return StateRows(*(self._make((num_requests,), dtype) for dtype in dtypes))
+
+    def _make_images(self, num_tokens: int) -> ImageRows:
+        shapes = (num_tokens,), (3, num_tokens), (num_tokens,)
+        return ImageRows(*(self._make(shape, torch.int32) for shape in shapes))
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize

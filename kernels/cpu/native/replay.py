@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops import AttentionMetadata, StateRows
+from ...ops import AttentionMetadata, ImageRows, StateRows
 from .arena import Lifetime, place
 from .calls import CallList, Step
 from .fusion import fuse
@@ -60,9 +60,14 @@ class Program:
         self.has_token_types = recorder.token_types is not None
         self.has_adapters = recorder.metadata.adapters is not None
         self.has_states = recorder.metadata.states is not None
+        self.has_images = recorder.metadata.images is not None
         self._has_groups = bool(recorder.metadata.groups)
         self._has_more = (
-            self.has_token_types or self.has_adapters or self.has_states or self._has_groups
+            self.has_token_types
+            or self.has_adapters
+            or self.has_states
+            or self.has_images
+            or self._has_groups
         )
         self.timer: CallTimer | None = None
         # They are [T of limits, hidden_size] and [R of limits, ...], and are valid after a step.
@@ -205,10 +210,25 @@ class Program:
             step.adapters = adapters.data_ptr()
         if self.has_states:
             self._fill_states(step, metadata.states)
+        if self.has_images:
+            self._fill_images(step, metadata.images)
         if self._has_groups:
             slots, tables = metadata.groups[1].slot_mapping, metadata.groups[1].block_tables
             step.slot_mapping_group = (slots.data_ptr() - step.slot_mapping) // slots.itemsize
             step.block_table_group = (tables.data_ptr() - step.block_tables) // tables.itemsize
+
+    def _fill_images(self, step: Step, images: ImageRows | None) -> None:
+        columns = () if images is None else tuple(vars(images).values())
+        if [(column.dtype, column.shape[-1]) for column in columns] != [
+            (torch.int32, step.num_tokens)
+        ] * 3:
+            raise TypeError(
+                f"metadata.images must be tensors of torch.int32, each of {step.num_tokens} tokens"
+            )
+        step.image_rows, step.position_offsets, step.later_tokens = (
+            column.data_ptr() for column in columns
+        )
+        step.position_offset_row = columns[1].stride(0)
 
     def _fill_states(self, step: Step, rows: StateRows | None) -> None:
         columns = () if rows is None else tuple(vars(rows).values())

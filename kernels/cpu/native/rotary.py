@@ -16,25 +16,38 @@ from .tensors import CACHE_DTYPES, PRIORITY, has_native_cache, is_native
 
 @register("rotary_embedding", name="native", predicate=is_native, priority=PRIORITY)
 def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
-    _rotate(Op.ROTARY, positions, query, key, cos_sin_cache)
+    rotate(Op.ROTARY, _step(positions), query, key, cos_sin_cache)
 
 
 @register("rotary_embedding_interleaved", name="native", predicate=is_native, priority=PRIORITY)
 def rotary_embedding_interleaved(
     positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor
 ) -> None:
-    _rotate(Op.ROTARY_INTERLEAVED, positions, query, key, cos_sin_cache)
+    rotate(Op.ROTARY_INTERLEAVED, _step(positions), query, key, cos_sin_cache)
 
 
-def _rotate(op: Op, positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> None:
+def _step(positions: Tensor) -> Step:
+    return Step(num_tokens=positions.shape[0], positions=positions.data_ptr())
+
+
+def rotate(
+    op: Op,
+    step: Step,
+    query: Tensor,
+    key: Tensor,
+    cos_sin_cache: Tensor,
+    components: Tensor | None = None,
+) -> None:
+    """Rotates in place; the arguments are those of the struct Rotary."""
     run_call(
         Rotary,
         op,
         query,
-        Step(num_tokens=query.shape[0], positions=positions.data_ptr()),
+        step,
         query=query,
         key=key,
         cos_sin=cos_sin_cache,
+        components=components,
         heads=query.shape[1],
         kv_heads=key.shape[1],
         rotary_dim=cos_sin_cache.shape[1],

@@ -12,10 +12,11 @@ import torch
 from quire.executor.input_batch import InputBatch
 from quire.executor.runner import device_inputs
 from quire.executor.runner.device_inputs import DeviceInputMaker, DeviceTables, aligned
+from quire.executor.runner.image_table import ImageTable
 from quire.executor.runner.step_inputs import StepInputMaker, StepInputs, lay_out
 from quire.executor.sampling.logits_stages import LogitsStages
 from quire.ipc.params import SamplingParams
-from quire.ipc.step_messages import NewRequestData, SchedulerOutput
+from quire.ipc.step_messages import ImagePlace, NewRequestData, SchedulerOutput
 from quire.kernels import registry
 from quire.kernels.ops import AttentionMetadata
 
@@ -28,13 +29,17 @@ class Runner:
     added as tokens need them.
     """
 
-    def __init__(self, graph_buffers=lambda count: None, windows=(0,)) -> None:
+    def __init__(
+        self, graph_buffers=lambda count: None, windows=(0,), has_images: bool = False
+    ) -> None:
         ops = registry.select("cpu", torch.float32)
         self.batch = InputBatch(
             NUM_SLOTS, MAX_LEN, BLOCK_SIZE, LogitsStages((), NUM_SLOTS), windows
         )
         self.tables = DeviceTables(self.batch, ops, CPU)
-        self.make = DeviceInputMaker(self.tables, BLOCK_SIZE, ops, graph_buffers)
+        self.images = ImageTable(has_components=True, sees_whole=True)
+        images = self.images if has_images else None
+        self.make = DeviceInputMaker(self.tables, BLOCK_SIZE, ops, graph_buffers, images=images)
         self.num_computed: dict[int, int] = {}
         self.new: list[NewRequestData] = []
         self.freed: list[int] = []
@@ -48,7 +53,16 @@ class Runner:
             seed=rng.randrange(2**63),
         )
         tokens = rng.choices(range(300), k=rng.choice([1, 1, 5, 9, 20]))
-        self.new.append(NewRequestData(slot, f"r{rng.random()}", tokens, len(tokens), params))
+        self.new.append(
+            NewRequestData(
+                slot,
+                f"r{rng.random()}",
+                tokens,
+                len(tokens),
+                params,
+                images=[ImagePlace(2, 8, 2, 3)] if len(tokens) > 8 else [],
+            )
+        )
         self.num_computed[slot] = 0
 
     def free(self, slot: int) -> None:
@@ -77,7 +91,13 @@ class Runner:
             new_block_ids,
             self.new,
             self.freed,
+            image_rows=[
+                (slot, self.num_computed[slot], length, rng.randrange(99))
+                for slot, length in lengths.items()
+                if rng.random() < 0.3
+            ],
         )
+        self.images.apply(output)
         self.new, self.freed = [], []
         self.tables.note_differences(output)
         for slot, length in lengths.items():
@@ -96,6 +116,10 @@ def assert_equal(mine: StepInputs, oracle: StepInputs) -> None:
         strict=True,
     ):
         assert_same_metadata(own, expected)
+    if oracle.metadata.images is not None:
+        for name, expected in vars(oracle.metadata.images).items():
+            own = getattr(mine.metadata.images, name)
+            torch.testing.assert_close(own, expected, rtol=0, atol=0)
 
 
 def assert_same_metadata(mine: AttentionMetadata, oracle: AttentionMetadata) -> None:
@@ -131,7 +155,7 @@ def test_random_lives_of_slots(has_buffers, windows):
     for seed in range(8):
         rng, runner = (
             random.Random(seed),
-            Runner((lambda count: buffers) if has_buffers else (lambda count: None), windows),
+            Runner((lambda count: buffers) if has_buffers else (lambda count: None), windows, True),
         )
         batch = runner.batch
         for _ in range(50):
@@ -155,7 +179,7 @@ def test_random_lives_of_slots(has_buffers, windows):
             if not lengths:
                 continue
             output = runner.schedule(lengths, rng)
-            oracle = StepInputMaker(batch, BLOCK_SIZE)(output)
+            oracle = StepInputMaker(batch, BLOCK_SIZE, images=runner.images)(output)
             is_host_to_sample = rng.random() < 0.5
             if is_host_to_sample:
                 inputs = runner.make(output)

@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 31
+#define QUIRE_ABI_VERSION 32
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -93,6 +93,8 @@ enum Op : int32_t {
     OP_ROTARY_INTERLEAVED,
     OP_WRITE_LATENTS,
     OP_HEADS_LINEAR,
+    OP_REPLACE_ROWS,
+    OP_ADD_ROWS,
     NUM_OPS,
 };
 
@@ -119,6 +121,11 @@ struct Step {
     const int64_t* last_positions;
     const int64_t* copy_positions;
     const int32_t* copy_places;
+    // null if the model reads no images: as in ImageRows (kernels/metadata.py)
+    const int32_t* image_rows;        // [T]
+    const int32_t* position_offsets;  // [3, T]
+    int64_t position_offset_row;      // elements from one component's offsets to the next's
+    const int32_t* later_tokens;      // [T]
 };
 
 struct Call {
@@ -228,10 +235,13 @@ struct GatherRows : Call {
 // In place: rotates the first rotary_dim elements of each head by the step's positions, i paired
 // with i + rotary_dim / 2, or 2 * i with 2 * i + 1 for OP_ROTARY_INTERLEAVED. query [rows, heads,
 // .], key [rows, kv_heads, .]; cos_sin [., rotary_dim] fp32, cosines before sines.
+// components [rotary_dim / 2], unless null: which of the step's position_offsets is added to the
+// position that turns a pair, 0, 1 or 2.
 struct Rotary : Call {
     void* query;
     void* key;
     const float* cos_sin;
+    const int32_t* components;
     int64_t query_row, query_head, key_row, key_head;
     int64_t heads, kv_heads, rotary_dim;
 };
@@ -292,6 +302,8 @@ struct Attention : Call {
     const void* rotary_query;
     int64_t rotary_query_row, rotary_query_head, value_dim;
     int64_t head_parts;  // items into which the query heads of a KV head are divided
+    int64_t
+        sees_later;  // whether a token also sees the step's later_tokens positions after its own
 };
 
 // query [rows, heads, head_dim] over key and value [rows, kv_heads, head_dim] of the same request

@@ -104,7 +104,7 @@ struct Attender {
     const Plan& plan;
     const int64_t running_row;
     float *total, *piece;  // [rows, running_row]
-    int64_t* positions;    // [rows]
+    Place* places;         // [rows]
     T whole_query[MAX_HEAD_DIM];
     Rows rows;
     // the decode that this thread probably takes next, and its KV head
@@ -119,8 +119,7 @@ struct Attender {
         return std::max(ITEM_ROWS, a.heads / a.kv_heads);
     }
     static size_t own_bytes(const Attention& a) {
-        return round_up(max_rows(a) * (2 * running_row_of(a) * sizeof(float) + sizeof(int64_t)),
-                        64);
+        return round_up(max_rows(a) * (2 * running_row_of(a) * sizeof(float) + sizeof(Place)), 64);
     }
     static size_t bytes(const Attention& a) {
         return own_bytes(a) + Rows::bytes(a.head_dim, a.value_dim, max_rows(a));
@@ -133,7 +132,7 @@ struct Attender {
           running_row(running_row_of(a)),
           total((float*)memory),
           piece(total + max_rows(a) * running_row),
-          positions((int64_t*)(piece + max_rows(a) * running_row)),
+          places((Place*)(piece + max_rows(a) * running_row)),
           rows(a.head_dim, a.value_dim,
                a.scale * LOG2_E / (IS_SCALED<C> ? hadamard_size(a.head_dim) : 1), plan.range,
                max_rows(a), memory + own_bytes(a)) {}
@@ -149,12 +148,21 @@ struct Attender {
         return whole_query;
     }
 
+    // token: of the request's in this step.
+    Place place_of(const Request& r, int64_t token) const {
+        const int64_t position = r.context - r.num_tokens + token;
+        int64_t last = position;
+        if (a.sees_later)
+            last = std::min(position + step.later_tokens[r.first_token + token], r.context - 1);
+        return {position, last};
+    }
+
     // Row: token * group + head.
     void load_queries(const Request& r, int64_t token, int64_t num_rows, int64_t kv_head) {
         for (int64_t row = 0; row < num_rows; row++) {
             int64_t in_tile = row / plan.group, head = kv_head * plan.group + row % plan.group;
             rows.set_query(row, num_rows, query_of(r.first_token + token + in_tile, head));
-            positions[row] = r.context - r.num_tokens + token + in_tile;
+            places[row] = place_of(r, token + in_tile);
         }
     }
 
@@ -199,9 +207,9 @@ struct Attender {
                       int64_t num_rows, int64_t kv_head, float* running) {
         for (int64_t row = 0; row < num_rows; row++)
             Running::reset(running + row * running_row, running_row);
-        start = std::max(start, plan.range.first(positions[0]) / KEYS * KEYS);
+        start = std::max(start, plan.range.first(places[0].position) / KEYS * KEYS);
         // the first key that the last row sees
-        int64_t seen_by_last = plan.range.first(positions[num_rows - 1]);
+        int64_t seen_by_last = plan.range.first(places[num_rows - 1].position);
         Slots<C> slots[2];
         find_slots(r, start, end, kv_head, slots[0]);
         if (!asked) {
@@ -212,8 +220,8 @@ struct Attender {
         for (int i = 0; start < end; start += KEYS, i ^= 1) {
             find_following(r, start + KEYS, item_end, kv_head, slots[i ^ 1]);
             rows.load(slots[i], slots[i ^ 1], start,
-                      positions[0] + 1 >= start + slots[i].count && seen_by_last <= start);
-            rows.attend(num_rows, positions, running, running_row);
+                      places[0].last + 1 >= start + slots[i].count && seen_by_last <= start);
+            rows.attend(num_rows, places, running, running_row);
         }
     }
 
@@ -254,9 +262,8 @@ struct Attender {
         int64_t token =
             (plan.tiles_of(r) - 1 - item / plan.kv_heads / r.splits) * plan.tokens_per_tile;
         int64_t num_tokens = tokens_of(r, token), num_rows = num_tokens * plan.group;
-        // end of what the last row sees
-        int64_t end = r.context - r.num_tokens + token + num_tokens;
         load_queries(r, token, num_rows, kv_head);
+        int64_t end = places[num_rows - 1].last + 1;
         if (r.splits > 1) {
             int64_t start = (r.first_split + split) * SPLIT;
             end = std::min(end, start + SPLIT);
@@ -264,7 +271,7 @@ struct Attender {
                          partial(r, partials, token, kv_head, split));
             return;
         }
-        int64_t first = plan.range.first(positions[0]) / SPLIT * SPLIT;
+        int64_t first = plan.range.first(places[0].position) / SPLIT * SPLIT;
         attend_piece(r, first, std::min(end, first + SPLIT), end, num_rows, kv_head, total);
         for (int64_t start = first + SPLIT; start < end; start += SPLIT) {
             attend_piece(r, start, std::min(end, start + SPLIT), end, num_rows, kv_head, piece);

@@ -69,11 +69,11 @@ struct Bf16Rows {
         is_finite = IS_SCALED<C> || seen_by_all || all_finite(values, KEYS * value_depth);
     }
 
-    // positions [num_rows], ascending; running: the rows' Running, running_row floats apart.
-    void attend(int64_t num_rows, const int64_t* positions, float* running, int64_t running_row) {
+    // places [num_rows], ascending; running: the rows' Running, running_row floats apart.
+    void attend(int64_t num_rows, const Place* places, float* running, int64_t running_row) {
         for (int64_t row = 0; row < num_rows; row += ROWS)
             attend_block((int)std::min<int64_t>(ROWS, num_rows - row), q + row * depth,
-                         positions + row, running + row * running_row, running_row);
+                         places + row, running + row * running_row, running_row);
     }
 
     // Stores a finished row, after Running::divide.
@@ -100,12 +100,12 @@ private:
         }
     }
 
-    void attend_block(int rows, const T* block, const int64_t* positions, float* running,
+    void attend_block(int rows, const T* block, const Place* places, float* running,
                       int64_t running_row) {
         alignas(64) float scores[ROWS * KEYS], decay[Vec::LANES];
         alignas(64) T weights[ROWS * KEYS];
         int hidden[ROWS], visible[ROWS];
-        see(range, positions, rows, start, hidden, visible);
+        see(range, places, rows, start, hidden, visible);
         const int num_keys = Products::ALL_KEYS ? KEYS : visible[rows - 1];
         if (visible[rows - 1] == hidden[0]) return;
         products.score(rows, block, keys, depth, num_keys, scale, scales.of_keys(), scores,

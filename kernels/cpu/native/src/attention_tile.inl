@@ -173,14 +173,19 @@ struct VisibleRange {
     int64_t first(int64_t position) const { return std::max<int64_t>(position + 1 - window, 0); }
 };
 
+// A row's token: its position, and the last position that it sees.
+struct Place {
+    int64_t position, last;
+};
+
 // The keys of the tile that each row sees: from hidden on, before visible.
-inline void see(const VisibleRange& range, const int64_t* positions, int rows, int64_t tile_start,
+inline void see(const VisibleRange& range, const Place* places, int rows, int64_t tile_start,
                 int* hidden, int* visible) {
     for (int r = 0; r < rows; r++) {
         visible[r] =
-            (int)std::min<int64_t>(std::max<int64_t>(positions[r] + 1 - tile_start, 0), KEYS);
+            (int)std::min<int64_t>(std::max<int64_t>(places[r].last + 1 - tile_start, 0), KEYS);
         hidden[r] = (int)std::min<int64_t>(
-            std::max<int64_t>(range.first(positions[r]) - tile_start, 0), visible[r]);
+            std::max<int64_t>(range.first(places[r].position) - tile_start, 0), visible[r]);
     }
 }
 

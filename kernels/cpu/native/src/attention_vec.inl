@@ -157,12 +157,12 @@ struct VecRows {
         is_finite = IS_SCALED<C> || seen_by_all || all_finite(values, slots.count * value_row);
     }
 
-    // positions [num_rows], ascending; running: the rows' Running, running_row floats apart.
-    void attend(int64_t num_rows, const int64_t* positions, float* running, int64_t running_row) {
-        attend_rows(num_rows, q, positions, running, running_row, next_keys, next_values);
+    // places [num_rows], ascending; running: the rows' Running, running_row floats apart.
+    void attend(int64_t num_rows, const Place* places, float* running, int64_t running_row) {
+        attend_rows(num_rows, q, places, running, running_row, next_keys, next_values);
         NoFetch none;
         for (int64_t row = ROWS; row < num_rows; row += ROWS)
-            attend_rows(num_rows - row, q + row * head_dim, positions + row,
+            attend_rows(num_rows - row, q + row * head_dim, places + row,
                         running + row * running_row, running_row, none, none);
     }
 
@@ -178,31 +178,31 @@ struct VecRows {
 private:
     // As many of num_rows as are processed at once; F: Fetch, or NoFetch.
     template <typename F>
-    void attend_rows(int64_t num_rows, const float* block, const int64_t* positions, float* running,
+    void attend_rows(int64_t num_rows, const float* block, const Place* places, float* running,
                      int64_t running_row, F& keys, F& values) {
         switch (num_rows) {
             case 1:
-                return attend_block<1>(block, positions, running, running_row, keys, values);
+                return attend_block<1>(block, places, running, running_row, keys, values);
             case 2:
-                return attend_block<2>(block, positions, running, running_row, keys, values);
+                return attend_block<2>(block, places, running, running_row, keys, values);
             case 3:
-                return attend_block<3>(block, positions, running, running_row, keys, values);
+                return attend_block<3>(block, places, running, running_row, keys, values);
             case 4:
-                return attend_block<4>(block, positions, running, running_row, keys, values);
+                return attend_block<4>(block, places, running, running_row, keys, values);
             default:
-                attend_block<ROWS>(block, positions, running, running_row, keys, values);
+                attend_block<ROWS>(block, places, running, running_row, keys, values);
         }
     }
 
     // Not inlined: as one function, the loops are compiled to slower code.
     template <int R, typename F>
-    __attribute__((noinline)) void attend_block(const float* block, const int64_t* positions,
+    __attribute__((noinline)) void attend_block(const float* block, const Place* places,
                                                 float* running, int64_t running_row, F& fetch_keys,
                                                 F& fetch_values) {
         constexpr int N = std::min(R == 1 ? 8 : R == 2 ? 4 : 2, KEYS / Vec::LANES);
         alignas(64) float scores[R * KEYS], decay[Vec::LANES];
         int hidden[R], visible[R];
-        see(range, positions, R, start, hidden, visible);
+        see(range, places, R, start, hidden, visible);
         int num_keys = visible[R - 1];
         if (num_keys == hidden[0]) return;
         for (int key = 0; key < num_keys; key += N * Vec::LANES) {

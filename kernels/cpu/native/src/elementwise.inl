@@ -153,6 +153,31 @@ void embedding(const Call& call, const Step& step, const Worker& worker) {
         }
 }
 
+// Calls act(x, row of the table) for the tokens whose places images take.
+template <typename T, typename Act>
+void for_image_rows(const TableRows& a, const Step& step, const Worker& worker, Act act) {
+    int64_t rows = rows_of(a, step), piece = piece_of_rows(a.size);
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++)
+            if (step.image_rows[row] >= 0)
+                act((T*)a.x + row * a.x_row,
+                    (const T*)a.table + step.image_rows[row] * a.table_row);
+}
+
+void replace_rows(const Call& call, const Step& step, const Worker& worker) {
+    const TableRows& a = (const TableRows&)call;
+    FOR_DTYPE(call.dtype, for_image_rows<T>(a, step, worker, [&](T* x, const T* from) {
+                  std::memcpy(x, from, a.size * sizeof(T));
+              }));
+}
+
+void add_table_rows(const Call& call, const Step& step, const Worker& worker) {
+    const TableRows& a = (const TableRows&)call;
+    FOR_DTYPE(call.dtype, for_image_rows<T>(a, step, worker, [&](T* x, const T* from) {
+                  add_row(from, x, a.size);
+              }));
+}
+
 void gather_rows(const Call& call, const Step& step, const Worker& worker) {
     const GatherRows& a = (const GatherRows&)call;
     int64_t rows = rows_of(call, step), piece = piece_of_rows(a.size);

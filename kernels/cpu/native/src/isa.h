@@ -4,6 +4,7 @@
 #include "../include/quire/plugin.h"
 #include "abi.h"
 #include "abi_experts.h"
+#include "abi_images.h"
 #include "abi_lora.h"
 #include "abi_ranks.h"
 #include "abi_states.h"

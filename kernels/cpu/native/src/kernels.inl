@@ -124,5 +124,7 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     rotary,
     write_latents,
     heads_linear,
+    replace_rows,
+    add_table_rows,
 };
 #endif

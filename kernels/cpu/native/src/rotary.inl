@@ -40,9 +40,27 @@ void rotate_pairs(T* row, int64_t heads, int64_t head, int64_t half, const float
         }
 }
 
+// The same where each pair turns by the component of the position that it belongs to.
+template <typename T>
+void round_turn_by_component(const Rotary& a, const Step& step, int64_t row, float* turn) {
+    const int64_t half = a.rotary_dim / 2;
+    const float* angles[3];
+    for (int component = 0; component < 3; component++)
+        angles[component] =
+            a.cos_sin + (step.positions[row] +
+                         step.position_offsets[component * step.position_offset_row + row]) *
+                            a.rotary_dim;
+    for (int64_t i = 0; i < half; i++) {
+        const float* own = angles[a.components[i]];
+        turn[i] = Number<T>::round(own[i]);
+        turn[half + i] = Number<T>::round(own[half + i]);
+    }
+}
+
 template <typename T>
 void rotate_row(const Rotary& a, const Step& step, int64_t row, float* turn) {
-    round_turn<T>(a.cos_sin + step.positions[row] * a.rotary_dim, a.rotary_dim, turn);
+    if (a.components) round_turn_by_component<T>(a, step, row, turn);
+    else round_turn<T>(a.cos_sin + step.positions[row] * a.rotary_dim, a.rotary_dim, turn);
     const auto rotate = a.op == OP_ROTARY_INTERLEAVED ? rotate_pairs<T> : rotate_heads<T>;
     rotate((T*)a.query + row * a.query_row, a.heads, a.query_head, a.rotary_dim / 2, turn);
     rotate((T*)a.key + row * a.key_row, a.kv_heads, a.key_head, a.rotary_dim / 2, turn);

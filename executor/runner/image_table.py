@@ -87,8 +87,8 @@ class ImageTable:
                     request.images, self._has_components, self._sees_whole
                 )
         self._runs = {}
-        for slot, *run in scheduler_output.image_rows:
-            self._runs.setdefault(slot, []).append(tuple(run))
+        for slot, position, count, row in scheduler_output.image_rows:
+            self._runs.setdefault(slot, []).append((position, count, row))
 
     def columns(self, slots: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> Columns:
         """Of rows of `slots` [B], each with counts [B] tokens from the position firsts [B] on."""

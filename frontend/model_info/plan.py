@@ -195,11 +195,7 @@ def make_plan(
     weights_bytes, keeps_blocks = weights_in_engine(config, sizes)
     weights_bytes += draft_bytes
     num_engines = 1 if memory.is_gpu else config.device_config.data_parallel_size
-    beside = {
-        "runtime_bytes": _runtime_bytes(config, memory, num_engines, weights_bytes),
-        "step_bytes": size * _estimate_step(config, sizes) if memory.is_gpu else 0,
-        "images_bytes": _images_bytes(config, size * num_engines),
-    }
+    beside = _bytes_beside(config, sizes, memory, num_engines, weights_bytes)
     free = memory.total_bytes - memory.withheld_bytes - weights_bytes - sum(beside.values())
     cache = _Cache(config, sizes, draft_block_bytes)
     room = _measure_room(config, cache, free // size)
@@ -304,9 +300,22 @@ def _measure_room(config: EngineConfig, cache: _Cache, free: int) -> _Room:
     return _Room(num_blocks, context, longest, concurrency, num_bytes, states)
 
 
-def _images_bytes(config: EngineConfig, num_tables: int) -> int:
-    """Bytes of the tables of encoded images; each rank of an engine has one."""
-    return num_tables * table_bytes(config, DTYPE_BYTES[config.model_config.dtype])
+def _bytes_beside(
+    config: EngineConfig,
+    sizes: ModelSizes,
+    memory: Memory,
+    num_engines: int,
+    weights_bytes: int,
+) -> dict[str, int]:
+    """By the name of Plan's field: what lies beside weights and cache. Each rank of an engine has a
+    table of encoded images.
+    """
+    size, item_bytes = num_ranks(config), DTYPE_BYTES[config.model_config.dtype]
+    return {
+        "runtime_bytes": _runtime_bytes(config, memory, num_engines, weights_bytes),
+        "step_bytes": size * _estimate_step(config, sizes) if memory.is_gpu else 0,
+        "images_bytes": size * num_engines * table_bytes(config, item_bytes),
+    }
 
 
 def _measure_states(config: EngineConfig, state_bytes: int, free: int) -> States | None:

@@ -115,8 +115,7 @@ def vision_of_mmproj(path: Path, model: Path, hf_config: dict[str, Any]) -> Visi
         unit=1,
         num_vectors=1 + len(deep),
         mrope_section=section if family.mrope_section else (),
-        sees_whole_images=family.sees_whole_images
-        or hf_config.get("use_bidirectional_attention") == "vision",
+        **family.of_text(hf_config),
         file=str(path),
     )
     return replace(vision, unit=tower_of(vision).unit)

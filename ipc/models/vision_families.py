@@ -56,6 +56,17 @@ class VisionFamily(msgspec.Struct, frozen=True):
     # whether layers get inputs of their own by token ids, with the padding token's for images
     reads_padding: bool = False
 
+    def of_text(self, hf_config: dict[str, Any]) -> dict[str, Any]:
+        """Fields of VisionConfig that say how the text model reads rows. hf_config: its keys."""
+        pad_token_id = hf_config.get("pad_token_id") or 0
+        return {
+            "has_interleaved_mrope": self.has_interleaved_mrope,
+            "sees_whole_images": self.sees_whole_images
+            or hf_config.get("use_bidirectional_attention") == "vision",
+            "only_windows_see_whole_images": not self.sees_whole_images,
+            "row_token_id": pad_token_id if self.reads_padding else None,
+        }
+
 
 class TowerKeys(Keys):
     """Reads vision_config of config.json, and what a preprocessor's file says of channels."""

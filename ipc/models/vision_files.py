@@ -59,11 +59,7 @@ def find_vision(
         unit=1,  # follows from the tower
         num_vectors=1 + len(deep),
         mrope_section=_mrope_section(family, hf_config),
-        has_interleaved_mrope=family.has_interleaved_mrope,
-        sees_whole_images=family.sees_whole_images
-        or hf_config.get("use_bidirectional_attention") == "vision",
-        only_windows_see_whole_images=not family.sees_whole_images,
-        row_token_id=(hf_config.get("pad_token_id") or 0) if family.reads_padding else None,
+        **family.of_text(hf_config),
     )
     made = tower_of(vision)
     for projector in made.projectors:

@@ -218,17 +218,16 @@ class Program:
             step.block_table_group = (tables.data_ptr() - step.block_tables) // tables.itemsize
 
     def _fill_images(self, step: Step, images: ImageRows | None) -> None:
-        columns = () if images is None else tuple(vars(images).values())
+        columns = [] if images is None else [images.rows, images.offsets, images.later]
         if [(column.dtype, column.shape[-1]) for column in columns] != [
             (torch.int32, step.num_tokens)
         ] * 3:
             raise TypeError(
                 f"metadata.images must be tensors of torch.int32, each of {step.num_tokens} tokens"
             )
-        step.image_rows, step.position_offsets, step.later_tokens = (
-            column.data_ptr() for column in columns
-        )
-        step.position_offset_row = columns[1].stride(0)
+        rows, offsets, later = columns
+        step.image_rows, step.later_tokens = rows.data_ptr(), later.data_ptr()
+        step.position_offsets, step.position_offset_row = offsets.data_ptr(), offsets.stride(0)
 
     def _fill_states(self, step: Step, rows: StateRows | None) -> None:
         columns = () if rows is None else tuple(vars(rows).values())

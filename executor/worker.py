@@ -535,8 +535,14 @@ class Worker:
                 self._open_store(),
                 lambda: caches_of(self.attention_layers()),
                 None if states is None else lambda: states.places,
+                self._finish_steps,
             )
         return self.offload
+
+    def _finish_steps(self) -> None:
+        """Waits for the steps that run in the thread."""
+        if self._thread is not None:
+            self._thread.submit(lambda: None).result()
 
     def _open_store(self) -> BlockStore:
         layers = self.attention_layers()  # also those of a drafting model

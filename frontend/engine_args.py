@@ -435,7 +435,6 @@ def _resolve_cache(config: EngineConfig, device_config: Any, model_config: Any) 
         refusals = {
             "needs enable_prefix_caching": not wanted.enable_prefix_caching,
             "needs device=cpu": device_config.device != "cpu",
-            "needs async_scheduling=False": config.scheduler_config.async_scheduling,
         }
         for reason, is_refused in refusals.items():
             if is_refused:

@@ -68,8 +68,7 @@ from quire.tests.workloads import Job
 APART = (
     {MULTI_STEP.name, SPECULATION.name},
     {OVERLAP.name, SPECULATION.name},
-    # blocks move between steps, and those of adapters are not kept (tests/test_kv_offload.py)
-    {OVERLAP.name, OFFLOAD.name},
+    # blocks of adapters are not kept (tests/test_kv_offload.py)
     {LORA.name, OFFLOAD.name},
     # these are other models: a file of the bundled one, its adapters, transformers' code
     *({hybrid.name, other.name} for hybrid in (HYBRID, KIMI) for other in (GGUF, LORA, FALLBACK)),

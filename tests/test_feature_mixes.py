@@ -103,7 +103,7 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
         long_prefill_token_threshold=rng.choice([0, 0, 3, 20]),
         enable_jump_forward=rng.random() < 0.5,
     )
-    if settings["enable_prefix_caching"] and not settings["async_scheduling"]:
+    if settings["enable_prefix_caching"]:
         settings["kv_offloading_size"] = rng.choice([None, 0.001, 0.05])  # 25 blocks, or all
     return settings | rng.choice(
         [

@@ -62,16 +62,19 @@ class KVOffload:
         store: BlockStore,
         caches: Callable[[], Sequence[torch.Tensor]],
         states: Callable[[], torch.Tensor] | None = None,
+        finish_steps: Callable[[], None] = lambda: None,
     ):
         """`caches`: keys and values of each page of a block, [num_blocks, …] and contiguous.
         `states`: the places of states [places, bytes of a place] u8, of a model that keeps any.
         Both are asked for at every move, because a cache that has slept is another one.
+        finish_steps: waits until no step runs. One that does may write to blocks and places that
+        are to be filled, for a request that has ended, but to none that is stored.
         """
         self.num_stored = self.num_states_stored = 0
         self._store = store
         self._gone: set[bytes] = set()  # names of an earlier store that take_names has told
         self._num_corrupt = 0  # in earlier stores
-        self._caches, self._states = caches, states
+        self._caches, self._states, self._finish_steps = caches, states, finish_steps
         self._padding = bytearray(store.block_bytes)  # of the last piece of a state
 
     @property
@@ -113,6 +116,7 @@ class KVOffload:
 
     def load(self, blocks: Sequence[tuple[int, bytes]]) -> bool:
         """Fills blocks of the cache. Returns False if one is not there or is damaged."""
+        self._finish_steps()
         views = self._views()
         if not views:
             return True
@@ -138,6 +142,7 @@ class KVOffload:
         """Fills a place. Returns False if a piece is not there or is damaged."""
         if self._states is None:
             return True
+        self._finish_steps()
         pieces = self._pieces(place, name)
         return self._store.read(pieces) == len(pieces)
 

@@ -417,7 +417,6 @@ def test_a_sleep_keeps_states_and_a_reset_and_a_failure_forget_them():
 )
 def test_no_output_changes_where_states_come_back(seed, num_jobs, arguments, size, loss):
     arguments = arguments | {
-        "async_scheduling": False,
         "enable_prefix_caching": True,
         "kv_offloading_size": size,
     }

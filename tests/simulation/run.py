@@ -350,9 +350,9 @@ def simulate(seed: int, *, is_printing: bool = False) -> Outcome:
         max_num_seqs=rng.choice([2, 8]),
         num_gpu_blocks_override=rng.choice([40, 257]),
         max_num_batched_tokens=rng.choice([32, 2048]),
-        async_scheduling=(is_async := rng.random() < 0.3),
+        async_scheduling=rng.random() < 0.3,
         # GiB, of which each MiB is a block
-        kv_offloading_size=0.03 if seed % 8 in (1, 2) and not is_async else None,
+        kv_offloading_size=0.03 if seed % 8 in (1, 2) else None,
         num_scheduler_steps=rng.choice([0, 0, 4]),
         preemption_mode=rng.choice(["recompute", "swap"]),
         swap_space=0.2,

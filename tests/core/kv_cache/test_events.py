@@ -154,7 +154,7 @@ def random_settings(rng: random.Random) -> dict:
         "spare_blocks": rng.choice([0, 7, 23, 983]),
         "max_num_seqs": rng.choice([1, 3, 8, 64]),
         "preemption_mode": rng.choice(["auto", "recompute", "swap"]),
-        "async_scheduling": rng.random() < 0.3 and not is_offloading,
+        "async_scheduling": rng.random() < 0.3,
         "kv_offloading_size": rng.choice([5, 1000]) / 1024 if is_offloading else None,
         "num_scheduler_steps": rng.choice([0, 0, 2]),
         "pipeline_parallel_size": rng.choice([1, 2, 3]),

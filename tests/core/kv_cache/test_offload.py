@@ -131,6 +131,7 @@ SETTINGS = st.fixed_dictionaries(
         "kv_offloading_size": st.sampled_from([1 * MIB, 20 * MIB, 1000 * MIB]),
         "windows": st.sampled_from([(0,), (0,), (40,), (0, 40), (0, 0, 1, 17, 17, 100)]),
         "pipeline_parallel_size": st.sampled_from([1, 1, 3]),
+        "async_scheduling": st.booleans(),
     }
 )
 

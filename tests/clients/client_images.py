@@ -17,7 +17,7 @@ from langchain_openai import ChatOpenAI
 
 REQUIREMENTS = {"images": "openai anthropic ollama langchain-openai litellm"}
 DISTRIBUTION = "openai"
-MODEL = "qwen3_5"  # of tests/tiny_vision.py
+MODEL = "qwen3_5"  # of tests/seeing_models.py
 TEXT = "What is it?"
 LEAST = 16  # tokens that an image takes
 

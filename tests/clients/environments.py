@@ -30,7 +30,7 @@ TIMEOUT_S = 840  # that of ray_ranks takes half of it on a busy machine
 class Client:
     """`script` runs in the environment called `name`, which has `requirement` installed: packages
     of PyPI, or after npm: one of npm. The server has SERVER_FLAGS and `flags`, and the bundled
-    model, or the one of tests/tiny_vision.py that `model` names.
+    model, or the one of tests/seeing_models.py that `model` names.
     """
 
     name: str
@@ -122,9 +122,9 @@ def server_of(flags: tuple[str, ...], model: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as directory:
         named = []
         if model:
-            from quire.tests.tiny_vision import save_tiny_vision_model
+            from quire.tests.seeing_models import save_seeing_model
 
-            named = [str(save_tiny_vision_model(Path(directory), model))]
+            named = [str(save_seeing_model(Path(directory), model))]
         with running_server(*named, *SERVER_FLAGS, *flags) as server:
             yield str(server.base_url).rstrip("/")
 

@@ -31,6 +31,6 @@ async def prepare_images(
     """
     check_num_characters(len(text), names["prompt"], state.max_model_len)
     given = GivenImages(images, add_special_tokens=add_special_tokens)
-    async with state.image_turns.slot(call.tenant, id(call)):
+    async with state.image_turns.slot(call.tenant, id(call), deadline=call.deadline):
         with renaming(names):
             return await state.ready_engine().images.prepare_async(text, given)

@@ -82,9 +82,13 @@ class PackedCache:
         """
         settings = config.model_config
         kind = [settings.quantization, settings.dtype, settings.model_impl]
+        of_encoder = []
+        if settings.vision is not None:
+            kind.append("with an encoder of images")
+            of_encoder = [Path(settings.vision.file)] if settings.vision.file else []
         files = [
             [str(path.resolve()), (stat := path.stat()).st_size, stat.st_mtime_ns]
-            for path in weight_files(model)
+            for path in [*weight_files(model), *of_encoder]
         ]
         which = _digest([str(model.resolve()), *kind])[:16]
         self.path = directory / f"{model.stem[:80]}-{which}.packed"

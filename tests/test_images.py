@@ -18,6 +18,7 @@ from quire.ipc.params import SamplingParams
 from quire.tests.core.engine_loop import run
 from quire.tests.tiny_vision import (
     IMAGE_TOKEN,
+    OTHER_KINDS,
     WHOLE_KINDS,
     make_images,
     save_tiny_vision_model,
@@ -98,6 +99,18 @@ def test_tokens_equal_those_of_transformers(saved, most):
     kind, model, directory = saved
     core = start(directory, max_num_batched_tokens=most)
     for name, parts in parts_of(kind).items():
+        pictures = [part for part in parts if not isinstance(part, list)]
+        request = request_of(core, name, parts)
+        wanted = transformers_tokens(model, kind, request.prompt_token_ids, pictures, NUM_TOKENS)
+        assert answers(core, request) == {name: wanted}, name
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_tokens_of_other_families_equal_those_of_transformers(kind, tmp_path):
+    model = save_tiny_vision_model(tmp_path, kind)
+    core = start(tmp_path, max_num_batched_tokens=16)
+    for name in ("one", "several"):
+        parts = parts_of(kind)[name]
         pictures = [part for part in parts if not isinstance(part, list)]
         request = request_of(core, name, parts)
         wanted = transformers_tokens(model, kind, request.prompt_token_ids, pictures, NUM_TOKENS)

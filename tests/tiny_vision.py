@@ -141,6 +141,7 @@ _QWEN_SIZES = [(40, 24), (8, 8), (64, 96)]
 SIZES: dict[str, list[tuple[int, int]]] = {
     "gemma3": [(24, 24)],
     "mistral3": [(40, 24), (8, 16)],
+    "llava": [(20, 16), (8, 8), (24, 32)],
     "gemma4": [(24, 36), (12, 12)],
     "gemma4_unified": [(24, 36), (6, 6)],
     "idefics3": [(24, 24), (12, 12)],
@@ -225,8 +226,15 @@ def transformers_tokens(
     for _ in range(count):
         ids = torch.tensor([tokens])
         types = (ids == IMAGE_TOKEN).long()
-        inputs = _INPUTS[kind](model, images, types) if images else {}
-        tokens.append(int(model(input_ids=ids, use_cache=False, **inputs).logits[0, -1].argmax()))
+        if kind in _INPUTS:
+            inputs = _INPUTS[kind](model, images, types) if images else {}
+            inputs["input_ids"] = ids
+        else:  # rows take the places of embeddings, and nothing else is different
+            inputs = {"inputs_embeds": model.get_input_embeddings()(ids)}
+            if images:
+                rows = torch.cat([transformers_rows(model, kind, one) for one in images])
+                inputs["inputs_embeds"][types == 1] = rows
+        tokens.append(int(model(use_cache=False, **inputs).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
 
 
@@ -336,6 +344,22 @@ def _gemma3_inputs(model: Any, images: list[torch.Tensor], types: torch.Tensor) 
     return {"pixel_values": torch.cat([*map(_normalised, images)]), "token_type_ids": types}
 
 
+def _gemma4_inputs(
+    model: Any, images: list[torch.Tensor], types: torch.Tensor, size: int
+) -> dict[str, Any]:
+    parts = [_patches(_normalised(pixels, 0.0, 1.0)[0], size) for pixels in images]
+    most = max(places.shape[1] for _, places in parts)
+    patches = torch.zeros(len(parts), most, 3 * size * size)
+    places = torch.full((len(parts), most, 2), -1)  # of padding
+    for i, (own, there) in enumerate(parts):
+        patches[i, : own.shape[1]], places[i, : own.shape[1]] = own[0], there[0]
+    return {
+        "pixel_values": patches,
+        "image_position_ids": places,
+        "mm_token_type_ids": types,
+    }
+
+
 def _internvl_inputs(model: Any, images: list[torch.Tensor], types: torch.Tensor) -> dict[str, Any]:
     return {"pixel_values": torch.cat([_normalised(one, *OF_IMAGENET) for one in images])}
 
@@ -348,4 +372,10 @@ _INPUTS: dict[str, Callable[..., dict[str, Any]]] = {
     "gemma3": _gemma3_inputs,
     "internvl": _internvl_inputs,
 }
-WHOLE_KINDS = tuple(_INPUTS)  # those of which transformers_tokens knows the arguments
+WHOLE_KINDS = tuple(_INPUTS)  # of each kind of positions and masks one
+_INPUTS |= {
+    "qwen3_vl_moe": _qwen_inputs,
+    "gemma4": lambda *step: _gemma4_inputs(*step, 4),
+    "gemma4_unified": lambda *step: _gemma4_inputs(*step, 6),
+}
+OTHER_KINDS = tuple(kind for kind in KINDS if kind not in WHOLE_KINDS)

@@ -86,6 +86,20 @@ def test_a_prompt_is_the_same_as_text_ids_and_chat(seeing) -> None:
     assert all(len(one.token_ids) == 6 for output in several for one in output.outputs)
 
 
+def test_embeddings(seeing) -> None:
+    kind, llm = seeing
+    text = f"{MARKS[kind][1]}What?"
+    prompts = [
+        "What?",
+        *({"prompt": text, "multi_modal_data": {"image": picture(i)}} for i in (0, 1, 0)),
+    ]
+    plain, first, other, again = (o.outputs.data for o in llm.embed(prompts, use_tqdm=False))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other) and not np.array_equal(first, plain)
+    [by_token] = llm.encode(prompts[1], pooling_task="token_embed", use_tqdm=False)
+    assert by_token.outputs.data.shape[0] == len(by_token.prompt_token_ids)
+
+
 def test_the_encoder_can_be_left_out(seeing) -> None:
     _, llm = seeing
     model = llm.llm_engine.config.model_config.model
@@ -162,6 +176,19 @@ def test_every_api_gives_the_same_answer(server) -> None:
     assert first["chat"] != other["chat"]
     assert answers(server, picture(0)) == first
     assert "vision" in server.get("/v1/models").json()["data"][0]["capabilities"]
+
+
+def test_embeddings_over_http(server) -> None:
+    def embed(*parts: Any) -> list[float]:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": [*parts, WHAT]}]}
+        answer = server.post("/v1/embeddings", json=body)
+        assert answer.status_code == 200, answer.text
+        [entry] = answer.json()["data"]
+        return entry["embedding"]
+
+    first, other = ({"type": "image_url", "image_url": {"url": url_of(picture(i))}} for i in (0, 1))
+    assert embed(first) == embed(first)
+    assert embed(first) != embed(other) and embed(first) != embed()
 
 
 def test_the_terminal_gives_it_too(server, model, tmp_path) -> None:

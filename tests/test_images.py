@@ -10,12 +10,14 @@ import msgspec
 import pytest
 import torch
 from quire.core.engine_core import EngineCore
-from quire.executor.worker import Worker
+from quire.executor.executor import make_executor
 from quire.frontend.engine_args import EngineArgs
+from quire.ipc.errors import InvalidParameterError
 from quire.ipc.messages import Array, EngineCoreRequest, ImageItem, digest_of
 from quire.ipc.models.vision_config import VisionConfig, grid_of
 from quire.ipc.params import SamplingParams
 from quire.tests.core.engine_loop import run
+from quire.tests.executor.on_device import LateCopies, keep_on_device
 from quire.tests.tiny_vision import (
     IMAGE_TOKEN,
     OTHER_KINDS,
@@ -40,7 +42,7 @@ def start(directory, **arguments) -> EngineCore:
     defaults |= {"dtype": "float32", "max_num_seqs": 8, "encoder_cache_tokens": 500}
     defaults |= {"state_checkpoint_interval": 16}  # prefixes of hybrids are found at their ends
     config = EngineArgs(str(directory), **{**defaults, **arguments}).create_engine_config()
-    return EngineCore(config, Worker(config), check_every_step=True)
+    return EngineCore(config, make_executor(config), check_every_step=True)
 
 
 def item_of(pixels: torch.Tensor, first: int, vision: VisionConfig) -> ImageItem:
@@ -172,6 +174,15 @@ def test_no_setting_changes_a_bit(saved, alone, name):
     assert sorted(map(tuple, found.values())) == sorted(map(tuple, alone.values()))
 
 
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_steps_of_a_gpu_give_the_same_bits(saved, alone, monkeypatch, with_graphs):
+    kind, _, directory = saved
+    keep_on_device(monkeypatch, LateCopies(), with_graphs=with_graphs)
+    settings = {"async_scheduling": True, "max_num_batched_tokens": 32}
+    core = start(directory, dtype="bfloat16", max_model_len=256, **settings)
+    assert answers(core, *requests_of(core, kind)) == alone
+
+
 def test_a_second_question_about_an_image_runs_no_encoder(saved):
     kind, _, directory = saved
     core, (pixels, *_) = start(directory), make_images(kind)
@@ -209,3 +220,27 @@ def test_texts_have_the_bits_that_they_have_without_an_encoder(saved, alone):
     params = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "seed": 0}
     request = EngineCoreRequest("none", parts_of(kind)["none"][0], SamplingParams(**params))
     assert answers(core, request) == {"none": alone["none"]}
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_each_rank_encodes_whole_images(kind, tmp_path):
+    model = save_tiny_vision_model(tmp_path, kind)
+    core = start(tmp_path, tensor_parallel_size=2, max_num_batched_tokens=16)
+    try:
+        for name, parts in parts_of(kind).items():
+            pictures = [part for part in parts if not isinstance(part, list)]
+            request = request_of(core, name, parts)
+            prompt = request.prompt_token_ids
+            wanted = transformers_tokens(model, kind, prompt, pictures, NUM_TOKENS)
+            assert answers(core, request) == {name: wanted}, name
+    finally:
+        core.shutdown()
+
+
+def test_what_an_engine_that_reads_images_does_not_do(saved):
+    _, _, directory = saved
+    for name, value in (("enable_chunked_prefill", False), ("pipeline_parallel_size", 2)):
+        with pytest.raises(InvalidParameterError, match=f"{name}: must be .* reads images"):
+            EngineArgs(str(directory), max_model_len=256, **{name: value}).create_engine_config()
+        settings = {"language_model_only": True, name: value}
+        EngineArgs(str(directory), max_model_len=256, **settings).create_engine_config()

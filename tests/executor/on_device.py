@@ -86,6 +86,7 @@ def capture_decodes(worker: Worker) -> FakeCapture:
         len(worker.kv_cache_windows),
         worker.loras.is_enabled,
         worker._states is not None,
+        worker.model.images is not None,
     )
     use_forward(worker, graphs)
     return capture

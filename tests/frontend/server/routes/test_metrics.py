@@ -175,10 +175,7 @@ DASHBOARDS = {
     "process_start_time_seconds": {},
 }
 # Queried by a panel that stays empty, since this engine lacks the feature.
-ABSENT = (
-    "vllm:mm_cache_queries_total",  # images
-    "vllm:lora_requests_info",  # only with enable_lora: test_served_loras
-)
+ABSENT = ("vllm:lora_requests_info",)  # only with enable_lora: test_served_loras
 PROMETHEUS_2 = (
     "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;"
     "q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"

@@ -16,7 +16,7 @@ from quire.ipc.errors import InvalidParameterError
 from quire.ipc.messages import Array, EngineCoreRequest, ImageItem, digest_of
 from quire.ipc.models.vision_config import VisionConfig, grid_of
 from quire.ipc.params import SamplingParams
-from quire.tests.core.engine_loop import run
+from quire.tests.core.engine_loop import Answer, run
 from quire.tests.executor.on_device import LateCopies, keep_on_device
 from quire.tests.tiny_vision import (
     IMAGE_TOKEN,
@@ -172,6 +172,20 @@ def test_no_setting_changes_a_bit(saved, alone, name):
     again = [msgspec.structs.replace(one, request_id=f"again {one.request_id}") for one in requests]
     found = answers(core, *again)
     assert sorted(map(tuple, found.values())) == sorted(map(tuple, alone.values()))
+
+
+def test_another_engine_continues_an_answer(saved, alone):
+    """The frontend sends the message again, with the pixels and the tokens so far."""
+    kind, _, directory = saved
+    core = start(directory, dtype="bfloat16", max_model_len=256, max_num_batched_tokens=32)
+    for count, request in enumerate(requests_of(core, kind)):
+        if request.num_completions == 1:
+            wanted = alone[request.request_id]
+            known = wanted[: count + 1]
+            core.add_request(msgspec.structs.replace(request, resume_tokens=known))
+            answer = Answer(tokens=list(known))
+            run(core, {0: {request.request_id: answer}})
+            assert answer.tokens == wanted
 
 
 @pytest.mark.parametrize("with_graphs", [False, True])

@@ -253,6 +253,8 @@ def _describe(info: inspect.Type) -> str:
             return "True or False"
         case inspect.NoneType():
             return "None"
+        case inspect.DictType(key_type=inspect.LiteralType(values=keys), value_type=value):
+            return f"a dict with keys of {', '.join(keys)}, each {_describe(value)}"
         case inspect.DictType():
             return "a dict with string keys"
         case inspect.ListType():

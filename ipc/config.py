@@ -304,9 +304,10 @@ class LoRAConfig(Section, frozen=True, kw_only=True):
 
 class MultiModalConfig(Section, frozen=True, kw_only=True):
     limit_mm_per_prompt: Annotated[
-        dict[str, int],
+        dict[Literal["image", "video", "audio"], NonNegativeInt],
         OF_FRONTEND,
-        'Most images in a prompt, such as {"image": 4}. Default: 16.',
+        'Most images in a prompt, such as {"image": 4}; video and audio are never read. Default: '
+        "16.",
     ] = {}
     mm_processor_kwargs: Annotated[
         dict[str, Any],

@@ -41,11 +41,15 @@ class ImageSource(NamedTuple):
 
 
 class Media:
-    """`web` takes the place of the network in tests."""
+    """`web` takes the place of the network in tests. Raises InvalidParameterError for settings."""
 
     def __init__(self, config: MultiModalConfig, web: Web | None = None):
         self._web = web or Web(config.allowed_media_domains)
         self._directory = config.allowed_local_media_path
+        if self._directory and not os.path.isdir(self._directory):
+            raise InvalidParameterError(
+                "allowed_local_media_path", f"must be a directory, got {shown(self._directory)}"
+            )
 
     def open_all(self, sources: list[ImageSource]) -> list[Picture]:
         """Blocks while images are fetched. Raises InvalidParameterError."""

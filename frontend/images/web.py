@@ -48,13 +48,21 @@ class Place(NamedTuple):
 @dataclass(frozen=True)
 class Web:
     """`allowed_domains`: hosts as names, with the port where it is not 80 or 443. `resolve` and
-    `connect` are those of the socket module.
+    `connect` are those of the socket module. Raises InvalidParameterError for what is no host.
     """
 
     allowed_domains: Sequence[str]
     timeout_s: float = TIMEOUT_S
     resolve: Callable[..., Any] = socket.getaddrinfo
     connect: Callable[..., socket.socket] = socket.create_connection
+
+    def __post_init__(self) -> None:
+        for domain in self.allowed_domains:
+            problem = (
+                f"must have hosts, such as example.com or example.com:8080, got {shown(domain)}"
+            )
+            is_host = domain and not any(mark in domain for mark in "/*@ ")
+            require(is_host, "allowed_media_domains", problem)
 
     def fetch(self, url: str, parameter: str, max_bytes: int) -> bytes:
         """Returns the body. Raises InvalidParameterError."""

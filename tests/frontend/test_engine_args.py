@@ -82,6 +82,14 @@ def test_the_directory_of_packed_weights(model, monkeypatch, tmp_path) -> None:
         ({"startup_timeout_s": -1}, "startup_timeout_s: must be a number, more than 0, got -1"),
         ({"enforce_eager": 1}, "enforce_eager: must be True or False, got 1"),
         ({"kernels": {1: "a"}}, "kernels: must be a dict with string keys, got {1: 'a'}"),
+        *(
+            (
+                {"limit_mm_per_prompt": limits},
+                "limit_mm_per_prompt: must be a dict with keys of audio, image, video, each an "
+                f"integer, at least 0, got {limits}",
+            )
+            for limits in ({"image": -1}, {"images": 4})
+        ),
         ({"model": None}, "model: must be a string, got None"),
     ],
 )

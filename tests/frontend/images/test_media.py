@@ -168,3 +168,19 @@ def test_base64_alone() -> None:
     assert read_base64(TEXT, "images[0]") == PNG
     with pytest.raises(InvalidParameterError, match=r"images\[0\]: is not base64"):
         read_base64("a", "images[0]")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("allowed_local_media_path", "/no/such/directory"),
+        ("allowed_local_media_path", __file__),
+        ("allowed_media_domains", ["example.com", "https://example.org"]),
+        ("allowed_media_domains", ["*.example.com"]),
+        ("allowed_media_domains", [""]),
+    ],
+)
+def test_settings_that_allow_nothing(name: str, value: Any) -> None:
+    """They are found at start-up, not by the first request."""
+    with pytest.raises(InvalidParameterError, match=name):
+        make_media(**{name: value})

@@ -42,7 +42,7 @@ ATTENTION_PIECES = 32  # kernels/triton/attention_decode.py
 _NOT_LINEAR = re.compile(r"\.experts\.|wpe|embed|router")
 _FP32_VECTORS = (
     *("sinks", ".A_log", ".dt_bias", ".D", ".expert_bias", ".e_score_correction_bias"),
-    *("router.scale", "router.per_expert_scale"),
+    *("router.scale", "router.per_expert_scale", ".o_norm.weight"),
 )
 KV_SCALE_BYTES = 4  # per head in int8 (kernels/ops.py: kv_cache_row)
 

@@ -272,6 +272,7 @@ def admit_waiting(
     """
     passed: dict[RequestOwner, int] = {}  # requests that wait for a sibling or an adapter
     manager, limits, reason = state.kv_cache_manager, state.limits, ""
+    is_bounded = state.images is not None or state.fit_to_checkpoints is not None
     num_reserved: int | None = None
     num_samples_left = _num_samples_left(state, step) if limits.num_stages > 1 else sys.maxsize
     while (request := state.waiting.next(passed)) is not None:
@@ -290,7 +291,9 @@ def admit_waiting(
         num_tokens = min(request.num_tokens - start.num_tokens, limits.max_chunk_tokens)
         if num_tokens > budget and not limits.enable_chunked_prefill:
             return "budget"
-        num_tokens = _fitting(state, request, start, min(num_tokens, budget), budget)
+        num_tokens = min(num_tokens, budget)
+        if is_bounded:
+            num_tokens = _fitting(state, request, start, num_tokens, budget)
         if not num_tokens:
             return "budget"
         is_whole = start.num_tokens + num_tokens == request.num_tokens
@@ -406,7 +409,9 @@ def _admit(
         NewRequestData(
             slot=request.slot,
             request_id=request.request_id,
-            token_ids=_token_ids(state, request),
+            token_ids=request.token_ids.copy()  # the runner's copy grows by itself
+            if state.images is None
+            else state.images.tokens_of(request),
             num_prompt_tokens=request.num_prompt_tokens,
             params=request.params,
             eos_token_ids=request.eos_token_ids,
@@ -415,13 +420,6 @@ def _admit(
             images=places_of(request) if request.images else [],
         )
     )
-
-
-def _token_ids(state: SchedulerState, request: Request) -> list[int]:
-    """The request's tokens for the runner, whose copy grows by itself."""
-    if state.images is None or not request.images:
-        return request.token_ids.copy()
-    return state.images.tokens_of(request)
 
 
 def _restore_state(

@@ -254,7 +254,7 @@ def _describe(info: inspect.Type) -> str:
         case inspect.NoneType():
             return "None"
         case inspect.DictType(key_type=inspect.LiteralType(values=keys), value_type=value):
-            return f"a dict with keys of {', '.join(keys)}, each {_describe(value)}"
+            return f"a dict with keys of {', '.join(map(str, keys))}, each {_describe(value)}"
         case inspect.DictType():
             return "a dict with string keys"
         case inspect.ListType():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ...ipc.checks import require, require_kind
 from ...ipc.config import EngineConfig, resolved
-from ...ipc.errors import InvalidParameterError
+from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.machine import available_cores
 from ...ipc.messages import Array, ImageItem, digest_of
 from ...ipc.models.vision_config import VisionConfig
@@ -63,6 +63,16 @@ class ImagePreparer:
         self._max_bytes = int(config.service_config.max_message_bytes * MESSAGE_PART)
         self._cache = ItemCache(int(settings.mm_processor_cache_gb * 2**30))
         self._threads = _Threads()
+        if tokenizer is not None:
+            self._check_tokenizer()
+
+    def _check_tokenizer(self) -> None:
+        text, wanted = self._family.image_token, self._image_token_id
+        if (found := self._tokens(text)) != [wanted]:
+            raise ModelLoadError(
+                f"{text} must be the token {wanted} of config.json, but the tokenizer makes "
+                f"{found} of it; language_model_only=True reads text alone"
+            )
 
     @property
     def placeholder(self) -> str:

@@ -86,6 +86,13 @@ class TowerKeys(Keys):
             raise malformed(name, "an integer from 1 to 65535", value)
         return value
 
+    def heads(self, default: int, size: int) -> int:
+        """The number of heads, each with an equal part of `size`."""
+        heads = self.size("num_attention_heads", default)
+        if size % heads:
+            raise malformed(self._key("num_attention_heads"), f"a divisor of {size}", heads)
+        return heads
+
     def channels(self, mean: tuple[float, ...] = HALF, std: tuple[float, ...] = HALF) -> Any:
         """Tower's `mean` and `std`; the arguments are of a preprocessor that does not say."""
         found = {}
@@ -94,6 +101,8 @@ class TowerKeys(Keys):
             is_list = isinstance(value, list) and len(value) == 3
             if not is_list or not all(isinstance(one, (int, float)) for one in value):
                 raise malformed(f"image_{field}", "a list of 3 numbers", value)
+            if field == "std" and min(value) <= 0:
+                raise malformed("image_std", "a list of 3 numbers above 0", value)
             found[field] = tuple(float(one) for one in value)
         return found
 
@@ -130,7 +139,8 @@ def _qwen3(vision: VisionConfig) -> Tower:
     text model (deepstack).
     """
     keys = TowerKeys(vision, num_hidden_layers="depth", num_attention_heads="num_heads")
-    size, heads = keys.size("hidden_size", 1152), keys.size("num_attention_heads", 16)
+    size = keys.size("hidden_size", 1152)
+    heads = keys.heads(16, size)
     inner, merge = keys.size("intermediate_size", 4304), keys.size("spatial_merge_size", 2)
     patch, frames = keys.side("patch_size", 16), keys.side("temporal_patch_size", 2)
     rows = keys.size("num_position_embeddings", 2304)
@@ -185,7 +195,7 @@ def _qwen3(vision: VisionConfig) -> Tower:
 def _siglip_layer(
     keys: TowerKeys, size: int, block: str, inner_default: int = 3072, heads_default: int = 12
 ) -> TowerLayer:
-    heads = keys.size("num_attention_heads", heads_default)
+    heads = keys.heads(heads_default, size)
     inner = keys.size("intermediate_size", inner_default)
     eps = keys.number("layer_norm_eps", 1e-6, 0, 1)
     return TowerLayer(
@@ -496,7 +506,7 @@ def _internvl(vision: VisionConfig) -> Tower:
 
 
 def _internvl_layer(keys: TowerKeys, size: int, eps: float, block: str) -> TowerLayer:
-    heads, inner = keys.size("num_attention_heads", 16), keys.size("intermediate_size", 4096)
+    heads, inner = keys.heads(16, size), keys.size("intermediate_size", 4096)
     has_bias, is_normed = keys.switch("attention_bias", False), keys.switch("use_qk_norm", False)
     kind = {"layer_norm": LAYER, "rms_norm": RMS}.get(keys.get("norm_type", "layer_norm"))
     if kind is None:
@@ -528,7 +538,8 @@ def _internvl_layer(keys: TowerKeys, size: int, eps: float, block: str) -> Tower
 
 def _qwen2_5(vision: VisionConfig) -> Tower:
     keys = TowerKeys(vision, num_hidden_layers="depth", num_attention_heads="num_heads")
-    size, heads = keys.size("hidden_size", 3584), keys.size("num_attention_heads", 16)
+    size = keys.size("hidden_size", 3584)
+    heads = keys.heads(16, size)
     inner, merge = keys.size("intermediate_size", 3420), keys.size("spatial_merge_size", 2)
     patch, frames = keys.side("patch_size", 14), keys.side("temporal_patch_size", 2)
     window = keys.size("window_size", 112) // merge // patch

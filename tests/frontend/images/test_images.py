@@ -18,7 +18,7 @@ from quire.frontend.images.media import ImageSource, Media
 from quire.frontend.images.pictures import EncodedPicture
 from quire.ipc.codec import MessageDecoder, MessageEncoder
 from quire.ipc.config import MultiModalConfig
-from quire.ipc.errors import InvalidParameterError
+from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.ipc.messages import Array, ClientMessage, EngineCoreRequest, digest_of
 from quire.ipc.params import SamplingParams
 from quire.tests.fakes import make_config
@@ -87,6 +87,7 @@ def test_special_tokens_are_the_callers_choice() -> None:
 
     vision = vision_config("qwen3_5", 32, processor=SMALL)
     preparer = ImagePreparer(make_config(), vision, Recording())  # type: ignore[arg-type]
+    added.clear()
     preparer.prepare(PAD, [source()])
     preparer.prepare(PAD, [source()], add_special_tokens=False)
     assert added == [True, False]
@@ -304,3 +305,10 @@ def test_pixels_travel_as_frames_without_a_copy() -> None:
     received = MessageDecoder(ClientMessage, 2**28).decode(frames)
     assert received.images == items
     assert received.images[0].pixels.data.obj is items[0].pixels.data
+
+
+def test_a_tokenizer_without_the_token_of_images() -> None:
+    """It is found at start-up, not by the first image."""
+    vision = msgspec.structs.replace(vision_config("qwen3_5", 32), image_token_id=5)
+    with pytest.raises(ModelLoadError, match=r"<\|image_pad\|> must be the token 5 of config.json"):
+        ImagePreparer(make_config(), vision, tokenizer())

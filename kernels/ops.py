@@ -27,6 +27,11 @@ from torch import Tensor
 from .images import add_rows as add_rows
 from .images import replace_rows as replace_rows
 from .images import rotary_embedding_by_component as rotary_embedding_by_component
+from .altup import altup_correct as altup_correct
+from .altup import altup_predict as altup_predict
+from .altup import gaussian_top_k as gaussian_top_k
+from .altup import match_magnitude as match_magnitude
+from .altup import stack_streams as stack_streams
 from .latent import latent_attention as latent_attention
 from .latent import pack_head_linear as pack_head_linear
 from .latent import store_latents as store_latents
@@ -62,8 +67,10 @@ def kv_cache_row(head_dim: int, dtype: torch.dtype) -> int:
 
 
 @operation
-def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
-    """token_ids [T] i32 or i64, each in [0, V); table [V, H] -> [T, H], the table's rows."""
+def embedding(token_ids: Tensor, table: Tensor, first_if_absent: bool = False) -> Tensor:
+    """token_ids [T] i32 or i64, each in [0, V); table [V, H] -> [T, H], the table's rows. With
+    first_if_absent, a larger id has the first row.
+    """
 
 
 @operation

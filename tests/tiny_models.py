@@ -67,6 +67,7 @@ KINDS = (
     *("qwen2", "qwen3", "llama", "mistral", "gemma3_text", "phi3", "smollm3", "olmo2", "olmo3"),
     *("granite", "ministral3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"),
     *("granitemoehybrid", "falcon_h1", "bamba", "nemotron_h", "mamba2", "gemma4_text"),
+    "gemma3n_text",
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe", "lfm3"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"),
     *("deepseek_v32", "glm_moe_dsa"),
@@ -309,6 +310,23 @@ _OF_KIND: dict[str, dict[str, Any]] = {
         "linear_head_dim": 16,
         "linear_num_heads": 6,
         "layer_types": [_MIXER, _MIXER, _ATTENTION, _MIXER],
+        "pad_token_id": 0,
+    },
+    # four layers with keys and values, two that share them; two sparse ones; a table of inputs that
+    # lacks the last tokens
+    "gemma3n_text": {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "head_dim": 16,
+        "sliding_window": 24,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [96, 96, 96, 96, 128, 128],
+        "activation_sparsity_pattern": [0.8, 0.0, 0.0, 0.6, 0.0, 0.0],
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 290,
+        "laurel_rank": 12,
+        "final_logit_softcapping": 15.0,
+        "tie_word_embeddings": True,
         "pad_token_id": 0,
     },
     # as in E2B: four layers with keys and values, two that share them, inputs of each layer

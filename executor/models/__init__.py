@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from ...ipc.models.architectures import NATIVE, Architecture
+from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.encoders import FALLBACK_ENCODERS, EncoderArchitecture
 from ...ipc.models.fallback_architectures import QUIRE, choose_implementation
 from .layer_registry import register_layer as register_layer
@@ -61,15 +62,23 @@ def find_model(hf_config: dict[str, Any], model_impl: str = "auto") -> ModelKind
         return _fallback(name)
     found = _MODELS[name]
     if isinstance(found, Architecture):
-        from .decoder import Decoder
-
-        return ModelKind(name, found.parse, partial(Decoder.of_row, found), row=found)
+        return ModelKind(name, found.parse, partial(_decoder, found), row=found)
     if isinstance(found, EncoderArchitecture):
         from .encoder import Encoder
 
         return ModelKind(name, found.parse, partial(Encoder, found))
     made: Any = found
     return ModelKind(made.__name__, made.parse_config, made)
+
+
+def _decoder(row: Architecture, config: DecoderConfig, *args: Any) -> Any:
+    from .decoder import Decoder
+
+    if config.altup is None:
+        return Decoder.of_row(row, config, *args)
+    from .altup import AltUpDecoder
+
+    return AltUpDecoder.of_row(row, config, *args)
 
 
 def _fallback(model_type: str) -> ModelKind:

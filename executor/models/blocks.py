@@ -5,6 +5,9 @@ Must not know: architectures, files, requests, how a layer with weights is made.
 
 from __future__ import annotations
 
+from statistics import NormalDist
+from typing import Any
+
 import torch
 
 from ...ipc.models.architectures import PLAIN_NAMES, TensorNames
@@ -316,6 +319,26 @@ class GatedMLP:
     def weights(self, prefix: str) -> Weights:
         yield from self.gate_up_proj.weights(prefix)
         yield from self.down_proj.weights(prefix)
+
+
+class SparseMLP(GatedMLP):
+    """A gated MLP whose gate keeps its largest numbers: a part of them that the configuration says,
+    if they are normally distributed. All ranks' numbers count, so it is not divided.
+    """
+
+    def __init__(self, make: LayerFactory, config: DecoderConfig, layer: int, *args: Any, **kw: Any):
+        """See GatedMLP."""
+        super().__init__(make, config, layer, *args, **kw)
+        deviations = NormalDist().inv_cdf(config.layer(layer).sparsity)
+        # transformers multiplies by a number of the model's dtype
+        self._deviations = torch.tensor(deviations, dtype=make.dtype).item()
+        self.gaussian_top_k = make.ops.gaussian_top_k
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]"""
+        gate_up = self.gate_up_proj(x)
+        self.gaussian_top_k(gate_up[:, : gate_up.shape[1] // 2], self._deviations)
+        return self.down_proj(self.activate(gate_up))
 
 
 class PlainMLP:

@@ -24,7 +24,7 @@ from ...ipc.models.ranks import head_in_layers
 from ...kernels.ops import AttentionMetadata
 from ..model import Model, RoutedTokens, StateLayer
 from ..pooling.heads import PoolingHead, TokenScore, make_head
-from .blocks import Attention, attention_for, mlp_for
+from .blocks import Attention, SparseMLP, attention_for, mlp_for
 from .experts import MixtureOfExperts
 from .gemma import (
     DenseBesideExperts,
@@ -221,7 +221,8 @@ class BlocksOfRow:
             return make.block(MixtureOfExperts, config, layer, **of_parts)
         merged = {"is_merged": True} if row.is_merged else {}
         options = {"bias": config.mlp_bias, **merged, **self._named}
-        dense = make.block(mlp_for(config), config, layer, **options)
+        kind = SparseMLP if config.layer(layer).sparsity else mlp_for(config)
+        dense = make.block(kind, config, layer, **options)
         if experts is None:
             return dense
         return DenseBesideExperts(make, config, dense, make.block(ScaledExperts, config, layer))
@@ -252,6 +253,7 @@ class Decoder(Model):
         if embedding_scale is not None:
             self.embedding_scale = embedding_scale
         self.dtype, self.stages = make.dtype, make.group.stages
+        self.stream_size = config.hidden_size  # of a token's residual stream
         is_tied = config.has_lm_head and config.tie_word_embeddings
         self.embed_tokens: Embedding | None = None
         if self.stages.is_first or (self.stages.is_last and is_tied):
@@ -319,8 +321,13 @@ class Decoder(Model):
         return self.compute_layers(0, len(self.layers), residual, positions, metadata)
 
     def begin(self, token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        """token_ids [T] -> the residual stream before the first layer [T, hidden_size]. Computes
+        """token_ids [T] -> the residual stream before the first layer [T, stream_size]. Computes
         the inputs of layers.
+        """
+        return self.embed(token_ids, metadata)
+
+    def embed(self, token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """token_ids [T] -> their embedding, scaled [T, hidden_size]. Computes the inputs of layers.
         """
         assert self.embed_tokens is not None
         residual = self.embed_tokens(token_ids)

@@ -1,6 +1,6 @@
-"""The parts of a decoder layer that only Gemma 4 has: attention that reads the keys and values of
-another layer, inputs of layers from a table of their own, experts beside a dense MLP, and a factor
-of the residual stream.
+"""The parts of a decoder layer that only Gemma 3n and Gemma 4 have: attention that reads the keys
+and values of another layer, inputs of layers from a table of their own; and Gemma 4 alone, experts
+beside a dense MLP and a factor of the residual stream.
 
 Must not know: architectures, files, requests, how a layer with weights is made.
 """
@@ -96,7 +96,9 @@ class LayerInputs:
         self.size, self.ops = sizes.size, make.ops
         self.num_layers = config.num_hidden_layers
         width = self.num_layers * self.size
-        self.table: Embedding = make.table("embed_tokens_per_layer", sizes.vocab_size, width)
+        is_part = sizes.vocab_size < config.vocab_size  # other tokens have the row of token 0
+        name = "embed_tokens_per_layer"
+        self.table: Embedding = make.table(name, sizes.vocab_size, width, is_part)
         self.projection = make.whole_linear("per_layer_model_projection", config.hidden_size, width)
         self.norm: RMSNorm = make.norm("per_layer_projection_norm", self.size, config)
         # transformers multiplies by a number of the model's dtype

@@ -285,9 +285,11 @@ class LayerFactory:
         weight = self.parameter(out_features, in_features)
         return Linear({name: out_features}, weight, None, self._packer(weight, self._bits))
 
-    def table(self, name: str, num_rows: int, size: int) -> Embedding:
-        """Makes a table of which a step reads few rows, and every rank all."""
-        return MappedTable(name, self.parameter(num_rows, size), self.ops)
+    def table(self, name: str, num_rows: int, size: int, is_part: bool = False) -> Embedding:
+        """Makes a table of which a step reads few rows, and every rank all. is_part: tokens that it
+        does not have get its first row.
+        """
+        return MappedTable(name, self.parameter(num_rows, size), self.ops, is_part)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all ranks' `x`, rounded to its dtype, or `x` itself for one rank."""

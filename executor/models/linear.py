@@ -12,6 +12,7 @@ other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -327,6 +328,12 @@ class MappedTable(Embedding):
     """A table that stays in the file that it comes from, if that has the model's dtype. A step
     reads few of its rows, and the system keeps those that are often read. The file must not change.
     """
+
+    def __init__(self, name: str, weight: torch.Tensor, ops: Any, is_part: bool = False):
+        """is_part: tokens that the table does not have get its first row."""
+        super().__init__(name, weight, ops)
+        if is_part:
+            self._embedding = partial(ops.embedding, first_if_absent=True)
 
     def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
         kind = tensor.dtype, tensor.device

@@ -26,9 +26,17 @@ class WholeModel(Model, Protocol):
     dtype: torch.dtype
     device: torch.device
 
+    stream_size: int  # of a token's residual stream
+
     def begin(self, token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        """token_ids [T] -> the residual stream before the first layer [T, hidden_size]. Computes
+        """token_ids [T] -> the residual stream before the first layer [T, stream_size]. Computes
         what layers get beside it.
+        """
+        ...
+
+    def embed(self, token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """token_ids [T] -> their embedding [T, hidden_size]. Computes what layers get beside the
+        residual stream.
         """
         ...
 
@@ -40,7 +48,7 @@ class WholeModel(Model, Protocol):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """The residual stream [T, hidden_size] after layers [first, end), or hidden states."""
+        """The residual stream [T, stream_size] after layers [first, end), or hidden states."""
         ...
 
 
@@ -73,13 +81,13 @@ class FirstSection(Section):
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """token_ids [T], positions [T] i64 -> residual stream [T, hidden_size]"""
+        """token_ids [T], positions [T] i64 -> residual stream [T, stream_size]"""
         residual = self.whole.begin(token_ids, metadata)
         return self.whole.compute_layers(self.first, self.end, residual, positions, metadata)
 
 
 class LastSection(Section):
-    """The layers behind them. `state` [rows, hidden_size] is the residual stream of its rows, each
+    """The layers behind them. `state` [rows, stream_size] is the residual stream of its rows, each
     of which is a request of its own.
     """
 
@@ -88,14 +96,14 @@ class LastSection(Section):
     def __init__(self, whole: WholeModel, first: int, end: int, num_rows: int):
         """num_rows: of a step at most."""
         super().__init__(whole, first, end)
-        shape = num_rows, whole.config.hidden_size
+        shape = num_rows, whole.stream_size
         self.state = torch.zeros(shape, dtype=whole.dtype, device=whole.device)
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """token_ids [R], positions [R] i64 -> hidden states [R, hidden_size], normed"""
-        self.whole.begin(token_ids, metadata)  # for the inputs of layers
+        self.whole.embed(token_ids, metadata)  # for the inputs of layers
         residual = self.state[: len(token_ids)]
         return self.whole.compute_layers(self.first, self.end, residual, positions, metadata)
 

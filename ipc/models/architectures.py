@@ -163,6 +163,8 @@ class Architecture(msgspec.Struct, frozen=True):
             shapes[f"{base}embed_tokens_per_layer.weight"] = [inputs.vocab_size, width]
             shapes[f"{base}per_layer_model_projection.weight"] = [width, hidden]
             shapes[f"{base}per_layer_projection_norm.weight"] = [inputs.size]
+        for name, shape in _whole_altup(config):
+            shapes[f"{base}{name}"] = shape
         if (config.has_lm_head or config.score_tokens) and not config.tie_word_embeddings:
             shapes["lm_head.weight"] = embedding
         shapes |= dict(item for layer in config.head for item in layer.shapes())
@@ -207,6 +209,7 @@ class Architecture(msgspec.Struct, frozen=True):
             yield "per_layer_input_gate.weight", [inputs.size, hidden]
             yield "per_layer_projection.weight", [hidden, inputs.size]
             yield "post_per_layer_input_norm.weight", [hidden]
+        yield from _altup_of_layer(config)
 
     def _attention(self, config: DecoderConfig, layer: LayerConfig) -> Shapes:
         hidden, head_dim, names = config.hidden_size, layer.head_dim, self.names
@@ -264,6 +267,28 @@ class Architecture(msgspec.Struct, frozen=True):
         for name, rows in inputs.items():
             yield from _linear(f"{block}.{name}", rows, hidden, has_bias)
         yield from _linear(f"{block}.{names.down}", hidden, size, has_bias)
+
+
+def _whole_altup(config: DecoderConfig) -> Shapes:
+    """Of what makes several streams of one, and one of several."""
+    if config.altup is not None:
+        square = [config.hidden_size, config.hidden_size]
+        for part in ("altup_projections", "altup_unembed_projections"):
+            for index in range(config.altup.num_streams - 1):
+                yield f"{part}.{index}.weight", square
+
+
+def _altup_of_layer(config: DecoderConfig) -> Shapes:
+    if (altup := config.altup) is not None:
+        hidden, count, rank = config.hidden_size, altup.num_streams, altup.laurel_rank
+        yield "altup.correct_output_scale", [hidden]
+        yield "altup.correction_coefs.weight", [count, count]
+        yield "altup.prediction_coefs.weight", [count * count, count]
+        yield "altup.modality_router.weight", [count, hidden]
+        yield "altup.router_norm.weight", [hidden]
+        yield "laurel.linear_left.weight", [rank, hidden]
+        yield "laurel.linear_right.weight", [hidden, rank]
+        yield "laurel.post_laurel_norm.weight", [hidden]
 
 
 def _linear(name: str, rows: int, columns: int, has_bias: bool) -> Shapes:
@@ -410,6 +435,36 @@ ARCHITECTURES = {
         ),
         read_keys=Later("gemma_config", "gemma_keys"),
         read_fields=Later("gemma_config", "gemma_fields"),
+    ),
+    "Gemma3nForCausalLM": Architecture(
+        "gemma3n_text",
+        honours=("attention_bias", "layer_types", "final_logit_softcapping"),
+        qk_norm=True,
+        value_norm=True,
+        norms=SANDWICH_NORMS,
+        activation="gelu_tanh",
+        defaults={
+            "vocab_size": 262_400,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "max_position_embeddings": 32_768,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262_144,
+            "num_kv_shared_layers": 15,
+            "altup_num_inputs": 4,
+            "altup_active_idx": 0,
+            "altup_correct_scale": True,
+            "laurel_rank": 64,
+        },
+        constants={"fp32_norms": True, "attention_scale": 1.0},
+        scaled_embedding=True,
+        read_keys=Later("gemma3n_config", "gemma3n_keys"),
+        read_fields=Later("gemma3n_config", "gemma3n_fields"),
     ),
     "Phi3ForCausalLM": Architecture(
         "phi3",
@@ -1010,6 +1065,7 @@ ARCHITECTURES |= {
 _OF_QWEN_VL: dict[str, Any] = {"read_keys": Later("qwen_families", "qwen_vl_keys")}
 _TEXT_ROWS = {
     "Gemma3ForConditionalGeneration": ARCHITECTURES["Gemma3ForCausalLM"],
+    "Gemma3nForConditionalGeneration": ARCHITECTURES["Gemma3nForCausalLM"],
     "Gemma4ForConditionalGeneration": _GEMMA4,
     "Gemma4UnifiedForConditionalGeneration": ARCHITECTURES["Gemma4UnifiedForCausalLM"],
     "Idefics3ForConditionalGeneration": ARCHITECTURES["LlamaForCausalLM"],

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # defaults (they come from generation_config.json), or settings of the engine's own configuration.
 _HARMLESS = frozenset(
     [
+        "altup_coef_clip",  # of training
         "architectures",
         "attn_implementation",
         "auto_map",
@@ -107,11 +108,16 @@ _HARMLESS_ENDINGS = ("_token_id", "_token_ids", "_token", "_dropout", "_pdrop", 
 # Keys that are read, in addition to those of DecoderConfig.
 _READ = frozenset(
     {
+        "activation_sparsity_pattern",
+        "altup_active_idx",
+        "altup_correct_scale",
+        "altup_num_inputs",
         "attention_k_eq_v",
         "decoder_sparse_step",
         "enable_moe_block",
         "global_head_dim",
         "hidden_size_per_layer_input",
+        "laurel_rank",
         "num_global_key_value_heads",
         "num_kv_shared_layers",
         "per_layer_config",
@@ -322,13 +328,25 @@ class LayerConfig(msgspec.Struct, frozen=True):
     kv_from: int | None = None  # the layer whose keys and values it reads, in place of its own
     has_values: bool = True  # False: its values are its keys, as they are before norm and rotation
     intermediate_size: int = 0  # of its MLP; 0: the model's
+    sparsity: float = 0.0  # the part of its MLP's activations that are dropped, of normal ones
 
 
 class PerLayerInputs(msgspec.Struct, frozen=True):
     """Of each token, inputs of the layers beside the residual stream (Gemma 3n and 4)."""
 
     size: int  # features for each layer
-    vocab_size: int  # tokens that their table has
+    vocab_size: int  # tokens that their table has; any other has those of token 0
+
+
+class AltUp(msgspec.Struct, frozen=True):
+    """Streams beside the residual one, which layers predict and correct, with a low-rank part of
+    the residual connections (Gemma 3n; Baykal et al. 2023).
+    """
+
+    num_streams: int
+    active: int  # the stream that layers compute with
+    scales_corrected: bool  # whether what the inputs of layers are mixed with is scaled first
+    laurel_rank: int
 
 
 class DecoderConfig(msgspec.Struct, frozen=True):
@@ -375,6 +393,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     fp32_norms: bool = False  # norms round once, after the weight (kernels/ops.py: rms_norm)
     experts: ExpertsConfig | None = None  # of a mixture of experts
     per_layer_inputs: PerLayerInputs | None = None
+    altup: AltUp | None = None
     logits_cap: float = 0.0  # c: logits x become c * tanh(x / c); 0: they do not
     has_lm_head: bool = True
     head: Head = ()  # of a classifier

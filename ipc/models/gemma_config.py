@@ -59,24 +59,14 @@ def gemma_keys(hf_config: dict[str, Any]) -> dict[str, Any]:
 def gemma_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
     """Fields of DecoderConfig."""
     hf_config = gemma_keys(hf_config)
-    kinds, num_layers = hf_config["layer_types"], hf_config["num_hidden_layers"]
-    num_sharing = _count(hf_config, "num_kv_shared_layers", 0, num_layers - 1)
-    first_sharing = num_layers - num_sharing
+    kinds = hf_config["layer_types"]
+    owners = key_owners(hf_config)
     is_wide, key_is_value = (
         _switch(hf_config, key) for key in ("use_double_wide_mlp", "attention_k_eq_v")
     )
     sizes = _sizes_by_layer(hf_config)
     layers = []
-    for index, kind in enumerate(kinds):
-        owner = None
-        if index >= first_sharing:
-            owners = [i for i in range(first_sharing) if kinds[i] == kind]
-            if not owners:
-                raise ModelLoadError(
-                    f"config.json: num_kv_shared_layers={num_sharing} leaves no layer of the type "
-                    f"{kind} with keys and values"
-                )
-            owner = owners[-1]
+    for index, (kind, owner) in enumerate(zip(kinds, owners)):
         width = hf_config["intermediate_size"] * (2 if is_wide and owner is not None else 1)
         layers.append(
             replace(
@@ -87,6 +77,25 @@ def gemma_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
             )
         )
     return {"layers": tuple(layers), "per_layer_inputs": _per_layer_inputs(hf_config)}
+
+
+def key_owners(hf_config: dict[str, Any]) -> list[int | None]:
+    """For each layer the one whose keys and values it reads, None where it has its own. The last
+    num_kv_shared_layers share those of the last layer before them that has their type.
+
+    Raises ModelLoadError where there is none.
+    """
+    kinds, num_layers = hf_config["layer_types"], hf_config["num_hidden_layers"]
+    num_sharing = _count(hf_config, "num_kv_shared_layers", 0, num_layers - 1)
+    first_sharing = num_layers - num_sharing
+    last_owners = {kind: index for index, kind in enumerate(kinds[:first_sharing])}
+    for kind in kinds[first_sharing:]:
+        if kind not in last_owners:
+            raise ModelLoadError(
+                f"config.json: num_kv_shared_layers={num_sharing} leaves no layer of the type "
+                f"{kind} with keys and values"
+            )
+    return [None] * first_sharing + [last_owners[kind] for kind in kinds[first_sharing:]]
 
 
 def _sizes_by_layer(hf_config: dict[str, Any]) -> dict[int, LayerConfig]:

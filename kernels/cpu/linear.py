@@ -14,8 +14,9 @@ from .device import PRIORITY, is_cpu
 
 
 @register("embedding", name="cpu", predicate=is_cpu, priority=PRIORITY)
-def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
-    return F.embedding(token_ids, table)
+def embedding(token_ids: Tensor, table: Tensor, first_if_absent: bool = False) -> Tensor:
+    rows = token_ids * (token_ids < len(table)) if first_if_absent else token_ids
+    return F.embedding(rows, table)
 
 
 @register("pack_linear", name="cpu", predicate=is_cpu, priority=PRIORITY)

@@ -5,6 +5,7 @@ Must not know: speed. Loops are fine here.
 
 from . import (
     activation,
+    altup,
     attention,
     encoder,
     gguf_linear,

@@ -13,8 +13,9 @@ from ..registry import register
 
 
 @register("embedding", name="reference", priority=0)
-def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
-    return table[token_ids.long()]
+def embedding(token_ids: Tensor, table: Tensor, first_if_absent: bool = False) -> Tensor:
+    rows = token_ids.long()
+    return table[rows * (rows < len(table)) if first_if_absent else rows]
 
 
 @register("gather_rows", name="reference", priority=0)

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 if find_spec("triton") is not None:
     from . import (
         activation,
+        altup,
         attention,
         kv_cache,
         latent,

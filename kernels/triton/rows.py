@@ -12,14 +12,17 @@ from ..registry import register
 from .device import PRIORITY, TILE, is_cuda
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def gather_rows_kernel(
-    x_ptr, indices_ptr, out_ptr, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, indices_ptr, out_ptr, num_rows, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """x [num_rows, SIZE] with strides; out contiguous."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
     index = tl.load(indices_ptr + row).to(tl.int64)
+    if index >= num_rows:  # as first_if_absent asks
+        index = 0
     tl.store(
         out_ptr + row * SIZE + column,
         tl.load(x_ptr + index * row_stride + column, mask=mask),
@@ -75,13 +78,13 @@ def _gather(x: Tensor, indices: Tensor) -> Tensor:
     out = x.new_empty(len(indices), size)
     block = min(TILE, triton.next_power_of_2(size))
     gather_rows_kernel[len(indices), triton.cdiv(size, block)](
-        x, indices, out, x.stride(0), SIZE=size, BLOCK=block
+        x, indices, out, len(x), x.stride(0), SIZE=size, BLOCK=block
     )
     return out
 
 
 @register("embedding", name="triton", predicate=is_cuda, priority=PRIORITY)
-def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
+def embedding(token_ids: Tensor, table: Tensor, first_if_absent: bool = False) -> Tensor:
     return _gather(table, token_ids)
 
 

@@ -70,6 +70,12 @@ NOT_TIMED = {
     "multiply",
     "relu_squared",
     "soft_cap",
+    # nor several streams, nor sparse activations
+    "stack_streams",
+    "match_magnitude",
+    "altup_predict",
+    "altup_correct",
+    "gaussian_top_k",
     "latent_attention",
     "store_latents",
     "pack_head_linear",

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from quire.kernels.reference import gguf_linear, quantized
 from quire.kernels.reference.gguf_blocks import dequantize
+from quire.tests.kernels.altup_cases import ALTUP_OPS
 from quire.tests.kernels.attention_cases import paged_attention
 from quire.tests.kernels.case import Case, rand, random_blocks
 from quire.tests.kernels.encoder_cases import ENCODER_OPS
@@ -23,8 +24,9 @@ from torch import Tensor
 
 
 def embedding(dtype: torch.dtype) -> list[Case]:
-    def own(token_ids: Tensor, table: Tensor) -> tuple[Tensor, ...]:
-        return (table[token_ids.long()],)
+    def own(token_ids: Tensor, table: Tensor, *first_if_absent: bool) -> tuple[Tensor, ...]:
+        rows = [id if id < len(table) else 0 for id in token_ids.tolist()]
+        return (table[rows],)
 
     def case(num_tokens: int, size: int, index_dtype: torch.dtype) -> Case:
         token_ids = torch.randint(0, 50, (num_tokens,), dtype=index_dtype)
@@ -32,12 +34,18 @@ def embedding(dtype: torch.dtype) -> list[Case]:
             f"{num_tokens} x {size}, {index_dtype}", (token_ids, rand(50, size, dtype=dtype)), own
         )
 
+    beyond = [
+        Case(f"beyond, {kind}", (torch.tensor([49, 3, 50, 70, 0, 51], dtype=kind), table, True), own)
+        for kind in (torch.int32, torch.int64)
+        for table in [rand(50, 24, dtype=dtype)]
+    ]
     return [
         case(1, 64, torch.int32),
         case(70, 100, torch.int32),
         case(9, 896, torch.int64),
         case(3, 1, torch.int64),
         case(0, 8, torch.int32),
+        *beyond,
     ]
 
 
@@ -505,6 +513,7 @@ MODEL_OPS = (
             paged_attention,
         )
     }
+    | ALTUP_OPS
     | ENCODER_OPS
     | IMAGE_OPS
     | LATENT_OPS

@@ -16,6 +16,7 @@ from .library import library
 if library is not None:
     from . import (
         activation,
+        altup,
         attention,
         experts,
         gguf,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 HEADERS = (
     "abi.h",
+    "abi_altup.h",
     "abi_experts.h",
     "abi_images.h",
     "abi_lora.h",
@@ -163,6 +164,7 @@ def _constant(name: str) -> int:
 
 ABI_VERSION = _constant("QUIRE_ABI_VERSION")
 MAX_EXPERTS = _constant("MAX_EXPERTS")
+MAX_STREAMS = _constant("MAX_STREAMS")
 MAX_LORA_SLICES = _constant("MAX_LORA_SLICES")
 LINE_BYTES = _constant("LINE_BYTES")
 LOST, LATE = _constant("LOST"), _constant("LATE")
@@ -179,6 +181,6 @@ for _name, (_base, _own) in _structs.items():
         _members = {"__slots__": (), "_fields_": _own}
         globals()[_name] = _StructType(_name, (globals()[_base or "Struct"],), _members)
 _ops = {n.removeprefix("OP_"): v for n, v in _enum("Op").items() if n != "NUM_OPS"}
-_enums = {"Ids": _enum("Ids"), "Epilogue": _EPILOGUES, "Gate": _enum("Gate")}
+_enums = {name: _enum(name) for name in ("Ids", "Absent", "Epilogue", "Gate")}
 for _name, _own in ({"Op": _ops} | _enums).items():
     globals()[_name] = IntEnum(_name, _own, module=__name__)

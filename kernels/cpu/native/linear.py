@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...registry import register
 from .calls import (
+    Absent,
     Embedding,
     EmbeddingInt8,
     Epilogue,
@@ -100,7 +101,7 @@ class NativeLinear:
             size=self.in_features,
             ids=Ids.TOKEN_IDS,
             first_id=0,  # the recorder knows parts of a table
-            is_part=False,
+            absent=Absent.ABSENT_NAN,
             **_scales(part),
         )
         return out

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ops import ImageRows, StateRows, make_metadata
-from .calls import ALL_LOGITS, ALL_TOKENS, Call, Ids, Step, Struct
+from .calls import ALL_LOGITS, ALL_TOKENS, Absent, Call, Ids, Step, Struct
 
 # members of a Step, in the order of the columns of StateRows
 STATE_INPUTS = "state_places", "last_positions", "copy_positions", "copy_places"
@@ -161,7 +161,8 @@ class Recorder:
         """
         for name, address in pointers(step):
             if name == "token_ids" and address in self._part_ids:
-                call.first_id, call.is_part = self._part_ids[address], True
+                call.first_id = self._part_ids[address]
+                call.absent = Absent.ABSENT_ZEROS
                 continue
             if name == "token_ids" and self.token_types is not None:
                 if address == self.token_types.data_ptr():

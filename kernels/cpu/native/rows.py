@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ...ops import ABSENT
 from ...registry import register
-from .calls import Embedding, GatherRows, Ids, Op, SpreadLogits, Step
+from .calls import Absent, Embedding, GatherRows, Ids, Op, SpreadLogits, Step
 from .program import empty, run_call
 from .tensors import DTYPES, PRIORITY, is_native
 
 
 @register("embedding", name="native", predicate=is_native, priority=PRIORITY)
-def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
+def embedding(token_ids: Tensor, table: Tensor, first_if_absent: bool = False) -> Tensor:
     is_short = token_ids.dtype == torch.int32
     out = empty(len(token_ids), table.shape[1], dtype=table.dtype)
     address = token_ids.data_ptr()
@@ -31,7 +31,7 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
         size=table.shape[1],
         ids=Ids.TOKEN_IDS if is_short else Ids.POSITIONS,  # the recorder knows token types
         first_id=0,  # the recorder knows parts of a table
-        is_part=False,
+        absent=Absent.ABSENT_FIRST if first_if_absent else Absent.ABSENT_NAN,
     )
     return out
 

@@ -46,6 +46,9 @@ PER_TOKEN = {
     "fused_add_layer_norm": (0, 1),
     **dict.fromkeys(("gelu", "gelu_tanh", "silu", "relu", "relu_squared", "gelu_and_mul"), (0,)),
     **dict.fromkeys(("gated_rms_norm", "multiply"), (0, 1)),
+    **dict.fromkeys(("stack_streams", "match_magnitude", "altup_predict"), (0, 1)),
+    "altup_correct": (0, 1, 2),
+    "gaussian_top_k": (0,),
 }
 BY_ROWS = [(op, dtype) for op, dtype in NATIVE if op in PER_TOKEN]
 

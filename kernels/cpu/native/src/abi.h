@@ -95,6 +95,11 @@ enum Op : int32_t {
     OP_HEADS_LINEAR,
     OP_REPLACE_ROWS,
     OP_ADD_ROWS,
+    OP_STACK_STREAMS,
+    OP_MATCH_MAGNITUDE,
+    OP_ALTUP_PREDICT,
+    OP_ALTUP_CORRECT,
+    OP_GAUSSIAN_TOP_K,
     NUM_OPS,
 };
 
@@ -214,15 +219,18 @@ struct SiluAndMul : Call {
 };
 
 enum Ids : int64_t { TOKEN_IDS = 0, POSITIONS = 1, TOKEN_TYPES = 2 };  // members of the step
+// What an id gets that the table does not have: NaN, zeros, or the table's first row (that one only
+// from OP_EMBEDDING).
+enum Absent : int64_t { ABSENT_NAN = 0, ABSENT_ZEROS = 1, ABSENT_FIRST = 2 };
 
 // out [rows, size] = table[ids - first_id], table [num_ids, size]; for OP_EMBEDDING_PACKED in the
-// layout of quire_pack_linear. Other ids give NaN, or zeros if the table is a part of one.
+// layout of quire_pack_linear. Other ids give what `absent` says.
 struct Embedding : Call {
     const void* table;
     void* out;
     int64_t out_row, num_ids, size;
     int64_t ids;  // Ids
-    int64_t first_id, is_part;
+    int64_t first_id, absent;  // Absent
 };
 
 // out [rows, size] = x[step.logits_indices]

@@ -134,7 +134,7 @@ inline int64_t id_of(const Embedding& a, const Step& step, int64_t row) {
 
 // The row of an id that the table does not have. A NaN in both types has all bits set.
 inline void set_absent(const Embedding& a, void* row, size_t bytes) {
-    std::memset(row, a.is_part ? 0 : 0xff, bytes);
+    std::memset(row, a.absent == ABSENT_ZEROS ? 0 : 0xff, bytes);
 }
 
 void embedding(const Call& call, const Step& step, const Worker& worker) {
@@ -145,7 +145,9 @@ void embedding(const Call& call, const Step& step, const Worker& worker) {
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
             int64_t id = id_of(a, step, row);
             char* out = (char*)a.out + row * a.out_row * width;
-            if (id < 0 || id >= a.num_ids) {
+            bool is_absent = id < 0 || id >= a.num_ids;
+            if (is_absent && a.absent == ABSENT_FIRST) is_absent = false, id = 0;
+            if (is_absent) {
                 set_absent(a, out, a.size * width);
             } else {
                 std::memcpy(out, (const char*)a.table + id * a.size * width, a.size * width);

@@ -3,6 +3,7 @@
 #pragma once
 #include "../include/quire/plugin.h"
 #include "abi.h"
+#include "abi_altup.h"
 #include "abi_experts.h"
 #include "abi_images.h"
 #include "abi_lora.h"

@@ -40,6 +40,7 @@ constexpr Kernels KERNELS;
 #include "ranks.inl"
 #include "gates.inl"
 #include "states.inl"
+#include "altup.inl"
 
 // In the order of Op.
 constexpr Kernel KERNELS[NUM_OPS] = {
@@ -126,5 +127,10 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     heads_linear,
     replace_rows,
     add_table_rows,
+    stack_streams,
+    match_magnitude,
+    altup_predict,
+    altup_correct,
+    gaussian_top_k,
 };
 #endif

@@ -1,4 +1,4 @@
-"""GGUF files of Gemma 4 and of multi-head latent attention as llama.cpp's converter writes them,
+"""GGUF files of Gemma 3n, Gemma 4 and of multi-head latent attention as llama.cpp's converter writes them,
 made of a tiny checkpoint: names from the `gguf` package's tables, metadata by layer.
 """
 
@@ -141,6 +141,45 @@ def _gemma4(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Tensors:
             )
 
 
+def _add_gemma3n(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["full_attention"]["rope_theta"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([k == "sliding_attention" for k in config["layer_types"]])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    normal, parts = torch.distributions.Normal(0, 1), config["activation_sparsity_pattern"]
+    writer.add_activation_sparsity_scale(normal.icdf(torch.tensor(parts)).tolist())
+
+
+def _gemma3n(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Tensors:
+    """With keys in the layers that share those of others, as the published checkpoints have them.
+    Projections of streams are stacked, and tables have rows of zeros for tokens that they lack.
+    """
+    num_layers, vocab_size = config["num_hidden_layers"], config["vocab_size"]
+    others = range(1, config["altup_num_inputs"] - 1)
+    for name, values in tensors.items():
+        if "embed_tokens" in name:
+            yield name, np.pad(values, ((0, vocab_size - len(values)), (0, 0)))
+        elif "projections.0." in name:
+            rest = [tensors[name.replace(".0.", f".{i}.")] for i in others]
+            yield name.replace(".0.", "."), np.stack([values, *rest])
+        elif "_projections." not in name:
+            yield name, values
+    for layer in range(num_layers - config["num_kv_shared_layers"], num_layers):
+        for part_name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+            yield (
+                f"model.layers.{layer}.self_attn.{part_name}",
+                tensors[f"model.layers.0.self_attn.{part_name}"],
+            )
+
+
 def _add_deepseek2(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     rank, rotary_dim = config["kv_lora_rank"], config["qk_rope_head_dim"]
     is_v2 = config["model_type"] == "deepseek_v2"
@@ -211,5 +250,6 @@ _INDEXED = gguf.MODEL_ARCH.GLM_DSA, _add_indexed, _deepseek2
 _FAMILIES: dict[str, Any] = {
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _INDEXED),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _DEEPSEEK2),
+    "gemma3n_text": (gguf.MODEL_ARCH.GEMMA3N, _add_gemma3n, _gemma3n),
     "gemma4_text": (gguf.MODEL_ARCH.GEMMA4, _add_gemma4, _gemma4),
 }

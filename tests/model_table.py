@@ -114,6 +114,11 @@ NOTES = {
         "Qwen3.5, 3.6 and 3.8 with experts",
         "Gated DeltaNet, gated attention in every fourth layer, experts",
     ),
+    "gemma3n_text": (
+        "Gemma 3n, text",
+        "several residual streams (AltUp, Laurel), sparse MLPs in the first layers; sliding window; "
+        "layers share keys and values and have embeddings of their own",
+    ),
     "gemma4_text": (
         "Gemma 4",
         "sliding window; heads of two sizes; the small sizes share keys and values and have "

@@ -1,4 +1,4 @@
-"""GGUF files of Gemma 4 and of multi-head latent attention answer as the safetensors files that
+"""GGUF files of Gemma 3n, Gemma 4 and of multi-head latent attention answer as the safetensors files that
 they are made of.
 """
 
@@ -29,6 +29,7 @@ YARN = {
     "mscale_all_dim": 0.707,
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3n": ("gemma3n_text", {"vocab_size_per_layer_input": 320, "laurel_rank": 32}),
     "gemma4, inputs of layers": ("gemma4_text", {"hidden_size_per_layer_input": 32}),
     "gemma4, experts": ("gemma4_text", GEMMA4_EXPERTS),
     "DeepSeek V2": ("deepseek_v2", {}),

@@ -150,7 +150,9 @@ class Streams:
             takes_adapters=False,
             is_divided=False,
         )
-        self.back = [make.whole_linear(f"altup_unembed_projections.{i}", size, size) for i in others]
+        self.back = [
+            make.whole_linear(f"altup_unembed_projections.{i}", size, size) for i in others
+        ]
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, S, hidden_size]"""

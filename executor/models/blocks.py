@@ -326,7 +326,9 @@ class SparseMLP(GatedMLP):
     if they are normally distributed. All ranks' numbers count, so it is not divided.
     """
 
-    def __init__(self, make: LayerFactory, config: DecoderConfig, layer: int, *args: Any, **kw: Any):
+    def __init__(
+        self, make: LayerFactory, config: DecoderConfig, layer: int, *args: Any, **kw: Any
+    ):
         """See GatedMLP."""
         super().__init__(make, config, layer, *args, **kw)
         deviations = NormalDist().inv_cdf(config.layer(layer).sparsity)

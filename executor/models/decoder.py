@@ -327,8 +327,7 @@ class Decoder(Model):
         return self.embed(token_ids, metadata)
 
     def embed(self, token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        """token_ids [T] -> their embedding, scaled [T, hidden_size]. Computes the inputs of layers.
-        """
+        """token_ids [T] -> their embedding [T, hidden_size]. Computes the inputs of layers."""
         assert self.embed_tokens is not None
         residual = self.embed_tokens(token_ids)
         if self.embedding_scale != 1.0:

@@ -43,6 +43,7 @@ _NOT_LINEAR = re.compile(r"\.experts\.|wpe|embed|router")
 _FP32_VECTORS = (
     *("sinks", ".A_log", ".dt_bias", ".D", ".expert_bias", ".e_score_correction_bias"),
     *("router.scale", "router.per_expert_scale", ".o_norm.weight"),
+    *("altup.correction_coefs.weight", "altup.prediction_coefs.weight"),
 )
 KV_SCALE_BYTES = 4  # per head in int8 (kernels/ops.py: kv_cache_row)
 
@@ -307,6 +308,10 @@ def _linear_shapes(
     if isinstance(config, DecoderConfig) and (inputs := config.per_layer_inputs) is not None:
         shapes += [(config.num_hidden_layers * inputs.size, hidden)]
         shapes += [(inputs.size, hidden), (hidden, inputs.size)] * config.num_hidden_layers
+    if isinstance(config, DecoderConfig) and (altup := config.altup) is not None:
+        others, rank = altup.num_streams - 1, altup.laurel_rank
+        shapes += [(others * hidden, hidden), *[(hidden, hidden)] * others]
+        shapes += [(rank, hidden), (hidden, rank)] * config.num_hidden_layers
     return shapes
 
 

@@ -29,7 +29,9 @@ def gemma3n_keys(hf_config: dict[str, Any]) -> dict[str, Any]:
     num_layers = integer("num_hidden_layers", hf_config.get("num_hidden_layers"))
     own: dict[str, Any] = {"query_pre_attn_scalar": None}
     if not hf_config.get("layer_types"):
-        own["layer_types"] = [FULL if (i + 1) % _PATTERN == 0 else SLIDING for i in range(num_layers)]
+        own["layer_types"] = [
+            FULL if (i + 1) % _PATTERN == 0 else SLIDING for i in range(num_layers)
+        ]
     own["intermediate_size"] = max(_widths(hf_config, num_layers))
     return _CAPS | hf_config | own
 

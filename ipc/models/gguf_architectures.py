@@ -14,7 +14,13 @@ import msgspec
 
 from .encoders import ENCODERS
 from .gguf import GGUFTensor
-from .gguf_families import deepseek2_config, gemma4_config, glm4_moe_config, indexed_config
+from .gguf_families import (
+    deepseek2_config,
+    gemma3n_config,
+    gemma4_config,
+    glm4_moe_config,
+    indexed_config,
+)
 from .gguf_hybrids import (
     OF_GATED_DELTA_NET,
     OF_KIMI,
@@ -86,22 +92,46 @@ _GEMMA4_WHOLE = _WHOLE_MODEL | {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
-_GEMMA4_LAYER = _SANDWICH | {
+_LAYER_INPUTS = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
-    "layer_output_scale": "layer_scalar",
-    "post_ffw_norm_1": "post_feedforward_layernorm_1",
-    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-    "post_ffw_norm_2": "post_feedforward_layernorm_2",
-    "ffn_gate_inp": "router.proj",
-    "ffn_gate_inp.scale": "router.scale",
-    "ffn_gate_up_exps": "experts.gate_up_proj",
-    "ffn_gate_exps": "experts.gate_proj",
-    "ffn_up_exps": "experts.up_proj",
-    "ffn_down_exps": "experts.down_proj",
-    "ffn_down_exps.scale": "router.per_expert_scale",
 }
+_GEMMA3N_WHOLE = _GEMMA4_WHOLE | {
+    "altup_proj": "model.altup_projections",
+    "altup_unembd_proj": "model.altup_unembed_projections",
+}
+_GEMMA3N_LAYER = (
+    _SANDWICH
+    | _LAYER_INPUTS
+    | {
+        "altup_correct_coef": "altup.correction_coefs",
+        "altup_correct_scale": "altup.correct_output_scale",
+        "altup_predict_coef": "altup.prediction_coefs",
+        "altup_router": "altup.modality_router",
+        "altup_router_norm": "altup.router_norm",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
+    }
+)
+_GEMMA4_LAYER = (
+    _SANDWICH
+    | _LAYER_INPUTS
+    | {
+        "layer_output_scale": "layer_scalar",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        "ffn_gate_inp": "router.proj",
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_gate_up_exps": "experts.gate_up_proj",
+        "ffn_gate_exps": "experts.gate_proj",
+        "ffn_up_exps": "experts.up_proj",
+        "ffn_down_exps": "experts.down_proj",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+    }
+)
 
 _SHARED_EXPERTS = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
@@ -386,6 +416,26 @@ GGUF_ARCHITECTURES = {
     "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": GGUFArchitecture("Qwen3ForCausalLM", "qwen3"),
     "gemma3": GGUFArchitecture("Gemma3ForCausalLM", "gemma3_text", _SANDWICH, norm_offset=1.0),
+    "gemma3n": GGUFArchitecture(
+        "Gemma3nForCausalLM",
+        "gemma3n_text",
+        _GEMMA3N_LAYER,
+        keys={
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+            "altup.active_idx": "altup_active_idx",
+            "altup.num_inputs": "altup_num_inputs",
+        },
+        constants={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_act": "gelu_pytorch_tanh",
+            "final_logit_softcapping": None,
+        },
+        sizes={"laurel_rank": "laurel_l.weight"},
+        whole=_GEMMA3N_WHOLE,
+        read=gemma3n_config,
+        shares_keys=True,
+    ),
     "gemma4": GGUFArchitecture(
         "Gemma4ForCausalLM",
         "gemma4_text",

@@ -9,13 +9,14 @@ A reader takes the keys that it reads out of the metadata, and returns keys of c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import Any
 
 from ..errors import ModelLoadError
 from .gguf import GGUFTensor
 from .rope_config import FULL, SLIDING
 
-_GEMMA4_LOCAL_BASE = 10_000.0  # of the rotary embedding in layers with a window
+_LOCAL_BASE = 10_000.0  # of the rotary embedding in layers with a window
 _GEMMA4_BASE = 1_000_000.0
 
 
@@ -65,6 +66,36 @@ def gemma4_config(
             else {"vocab_size_per_layer_input": table.shape[0]}
         ),
     }
+
+
+def gemma3n_config(
+    own: dict[str, Any], tensors: Mapping[str, GGUFTensor], _: list[float] | None
+) -> dict[str, Any]:
+    """Gemma 3n's. `own` is as in gemma4_config.
+
+    Raises ModelLoadError, naming the key, for what config.json cannot express.
+    """
+    config: dict[str, Any] = {"rope_local_base_freq": own.pop("rope.freq_base_swa", _LOCAL_BASE)}
+    if (widths := own.pop("feed_forward_length", None)) is not None:
+        config["intermediate_size"] = widths
+    if (cuts := own.pop("activation_sparsity_scale", None)) is not None:
+        if not isinstance(cuts, list) or not all(isinstance(cut, float) for cut in cuts):
+            raise _malformed("activation_sparsity_scale", "a list of numbers, one for each layer")
+        config["activation_sparsity_pattern"] = [_dropped(cut) for cut in cuts]
+    rows = [
+        tensor.shape[0] if (tensor := tensors.get(f"{name}.weight")) and tensor.shape else 0
+        for name in ("per_layer_token_embd", "token_embd")
+    ]
+    if rows[0] < rows[1]:
+        raise ModelLoadError("per_layer_token_embd.weight must have as many rows as token_embd")
+    return config | {"vocab_size_per_layer_input": rows[0]}
+
+
+def _dropped(deviations: float) -> float:
+    """The part of normally distributed numbers that lie below so many deviations from the mean. A
+    file has 32 bits of that number, which makes some five digits of the part.
+    """
+    return round(NormalDist().cdf(deviations), 5)
 
 
 _SOFTMAX, _SIGMOID = 1, 2  # expert_gating_func
@@ -168,7 +199,7 @@ def _ropes(own: dict[str, Any], factors: list[float]) -> dict[str, Any]:
     return {
         SLIDING: {
             "rope_type": "default",
-            "rope_theta": own.pop("rope.freq_base_swa", _GEMMA4_LOCAL_BASE),
+            "rope_theta": own.pop("rope.freq_base_swa", _LOCAL_BASE),
         },
         FULL: {
             "rope_type": "proportional",

@@ -34,6 +34,7 @@ _ROTATED = ("self_attn.q_proj", "self_attn.k_proj", "mixer.q_proj", "mixer.k_pro
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _PART_OF_HEADS = re.compile(r"\b[kv]_b_proj\.weight$")
 _KEYS_OR_VALUES = re.compile(r"(.*\.self_attn\.)(?:[kv]_proj|k_norm)\.weight")
+_OF_STREAM = re.compile(r"(model\.altup_(?:unembed_)?projections)\.\d+\.weight")
 _GATE_OR_UP = re.compile(r"\b(?:gate|up)_proj\b")
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_ROPE_FACTORS = {  # Phi-3's tensors, with the rope parameter that each is
@@ -66,7 +67,7 @@ def check_gguf_tensors(
         for name, shape in shapes.items()
         for part, part_shape in parts_in_files(name, shape).items()
     }
-    experts, is_draft = _stacked_experts(shapes), _draft_layers(file)
+    stacks, is_draft = _stacks(shapes), _draft_layers(file)
     found: dict[str, GGUFTensor] = {}
     for tensor in sorted(file.tensors.values(), key=lambda t: (t.path, t.offset)):
         if tensor.name == ROPE_FACTORS or tensor.name in LONG_ROPE_FACTORS:
@@ -77,7 +78,7 @@ def check_gguf_tensors(
         is_own = name is not None and name.startswith(f"{of_head}.")
         if not is_own if of_head else is_draft(tensor.name):
             continue
-        names = [] if name is None else experts.get(name, [name])
+        names = [] if name is None else stacks.get(name, [name])
         if name is not None and name not in shapes and ".qkv_proj." in name:
             names = [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"]
         if name == HEAD and HEAD not in shapes:
@@ -179,11 +180,15 @@ def _draft_layers(file: GGUFFile) -> Callable[[str], bool]:
     return is_draft
 
 
-def _stacked_experts(shapes: Mapping[str, list[int]]) -> dict[str, list[str]]:
-    """Maps the name of a projection of all experts to the model's names of each expert's, in order.
-    It also maps other names that differ in models with a tensor per expert.
+def _stacks(shapes: Mapping[str, list[int]]) -> dict[str, list[str]]:
+    """Maps the name of a projection of all experts to the model's names of each expert's, in order;
+    likewise those of all streams. It also maps other names that differ in models with a tensor per
+    expert.
     """
     experts: dict[str, list[str]] = {}
+    for name in shapes:
+        if found := _OF_STREAM.fullmatch(name):
+            experts.setdefault(f"{found[1]}.weight", []).append(name)
     for weight, piece in stacked_pieces(shapes).items():
         stored = piece.stored
         if piece.expert is not None:
@@ -213,7 +218,7 @@ def _parts(tensor: GGUFTensor, shapes: list[list[int]]) -> list[GGUFTensor]:
     if sum(rows) != tensor.shape[0]:
         raise ModelLoadError(
             f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)!s:.100}, the "
-            f"model needs {sum(rows)} {'experts' if is_stack else 'rows'}"
+            f"model needs {sum(rows)} {'matrices' if is_stack else 'rows'}"
         )
     row_bytes = tensor.num_bytes // tensor.shape[0]
     return [

@@ -189,7 +189,7 @@ def _check_model(config: EngineConfig, name: str) -> None:
     if has_quantized_files(model):
         raise _refusal(config, name, "must be 1 with a checkpoint of quantized weights")
     shape, size = architecture.parse(model.hf_config), config.device_config.tensor_parallel_size
-    if size > 1 and (problem := _undivided(architecture)):
+    if size > 1 and (problem := _undivided(architecture, shape)):
         raise _refusal(config, name, f"must be 1 with {found}: {problem}")
     divided, shared = _counts(shape)
     for what, count in divided:
@@ -269,10 +269,12 @@ def has_quantized_files(model: ModelConfig) -> bool:
     return parse_quantization(model.hf_config) is not None or is_gguf(Path(model.model))
 
 
-def _undivided(architecture: Architecture) -> str:
-    """Why the layers of an architecture are not divided among tensor ranks; "" where they are."""
+def _undivided(architecture: Architecture, shape: DecoderConfig) -> str:
+    """Why the layers of a model are not divided among tensor ranks; "" where they are."""
     if architecture.qk_norm_whole:
         return "q and k are normed over all heads"
+    if any(layer.sparsity for layer in shape.layers):
+        return "an MLP keeps the largest of all its activations"
     return ""
 
 

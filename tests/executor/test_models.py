@@ -105,6 +105,17 @@ VARIANTS = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
     ),
+    "gemma3n": ("gemma3n_text", {}),
+    "gemma3n-other-streams": (
+        "gemma3n_text",
+        {
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "num_kv_shared_layers": 0,
+            "attention_bias": True,
+        },
+    ),
     "gemma4": ("gemma4_text", {}),
     "gemma4-experts": ("gemma4_text", GEMMA4_EXPERTS),
     "gemma4-keys-as-values": ("gemma4_text", {**GEMMA4_EXPERTS, "enable_moe_block": False}),
@@ -379,7 +390,7 @@ def test_long_prompt_is_token_exact(kind, overrides, tiny, oracle):
         *("gemma3", "phi3", "smollm3", "olmo3", "granite", "ministral3-beyond"),
         *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"),
         *("deepseek-v2", "deepseek-v3", "ernie4-5", "exaone4", "gemma4", "gemma4-experts"),
-        *("gemma2", "glm4", "hunyuan-moe", "ernie4-5-moe"),
+        *("gemma2", "glm4", "hunyuan-moe", "ernie4-5-moe", "gemma3n"),
     ],
 )
 def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(
@@ -442,7 +453,7 @@ def test_bits_of_states_depend_neither_on_the_batch_nor_on_chunks(variant, quant
         *("qwen2-window", "mistral", "gemma3", "olmo3", "mixtral-window", "qwen2-moe", "gpt-oss"),
         *("granite-hybrid", "falcon-h1", "nemotron-h", "mamba2", "gemma4", "gemma4-experts"),
         *("qwen3-next", "qwen3.5", "lfm2-moe", "lfm3"),
-        *("deepseek-v3", "glm4-moe-lite", "gemma2", "hunyuan-moe"),
+        *("deepseek-v3", "glm4-moe-lite", "gemma2", "hunyuan-moe", "gemma3n"),
     ],
 )
 def test_windows_experts_and_states_are_token_exact_in_chunks_beside_decodes_and_after_preemption(

@@ -35,7 +35,9 @@ def embedding(dtype: torch.dtype) -> list[Case]:
         )
 
     beyond = [
-        Case(f"beyond, {kind}", (torch.tensor([49, 3, 50, 70, 0, 51], dtype=kind), table, True), own)
+        Case(
+            f"beyond, {kind}", (torch.tensor([49, 3, 50, 70, 0, 51], dtype=kind), table, True), own
+        )
         for kind in (torch.int32, torch.int64)
         for table in [rand(50, 24, dtype=dtype)]
     ]

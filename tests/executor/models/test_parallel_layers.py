@@ -69,6 +69,14 @@ def test_two_ranks_give_the_tokens_of_one(tiny, kind: str) -> None:
     two.shutdown()
 
 
+def test_two_ranks_have_all_streams(tiny) -> None:
+    """Those of Gemma 3n. Its sparse MLPs are not divided."""
+    model = tiny("gemma3n_text", activation_sparsity_pattern=[0.0] * 6)
+    one, two = start_executor(model), RankThreads(model, 2)
+    check_equal(random_workload(one, 0), random_workload(two, 0))
+    two.shutdown()
+
+
 @pytest.mark.parametrize(
     ("kind", "size", "num_stages", "arguments"),
     [

@@ -24,6 +24,7 @@ def models(tmp_path_factory):
         "nemotron_h": {"mamba_num_heads": 3, "n_groups": 3},
         "kimi_linear": {"linear_num_heads": 3},
         "gemma4_text": {},
+        "gemma3n_text": {},
         "gemma4_shared": {"hidden_size_per_layer_input": 0},
     }
     return {
@@ -47,6 +48,11 @@ def of_family(kind: str) -> str:
         ("qwen2", {"tensor_parallel_size": 3}, "must divide the model's num_attention_heads=4"),
         ("qwen2", {"model_impl": "transformers"}, "must be 1 with a model of type qwen2"),
         ("olmo2", {}, "must be 1 with Olmo2ForCausalLM: q and k are normed over all heads"),
+        (
+            "gemma3n_text",
+            {},
+            "must be 1 with Gemma3nForCausalLM: an MLP keeps the largest of all its activations",
+        ),
         ("qwen3_next", {}, "must divide the model's linear_num_key_heads=3, or be a multiple of"),
         ("kimi_linear", {}, "must divide the model's linear_num_heads=3, got 2"),
         ("nemotron_h", {}, "must divide the model's heads of Mamba 2=3, got 2"),

@@ -1,4 +1,4 @@
-"""GGUF files of Gemma 3n, Gemma 4 and of multi-head latent attention as llama.cpp's converter writes them,
+"""GGUF files of Gemma 3n, Gemma 4 and latent attention as llama.cpp's converter writes them,
 made of a tiny checkpoint: names from the `gguf` package's tables, metadata by layer.
 """
 

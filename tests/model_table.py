@@ -116,8 +116,8 @@ NOTES = {
     ),
     "gemma3n_text": (
         "Gemma 3n, text",
-        "several residual streams (AltUp, Laurel), sparse MLPs in the first layers; sliding window; "
-        "layers share keys and values and have embeddings of their own",
+        "several residual streams (AltUp, Laurel), sparse MLPs in the first layers; sliding "
+        "window; layers share keys and values and have embeddings of their own",
     ),
     "gemma4_text": (
         "Gemma 4",

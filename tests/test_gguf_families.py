@@ -1,5 +1,5 @@
-"""GGUF files of Gemma 3n, Gemma 4 and of multi-head latent attention answer as the safetensors files that
-they are made of.
+"""GGUF files of Gemma 3n, Gemma 4 and multi-head latent attention answer as the safetensors files
+that they are made of.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from quire import LLM, EngineArgs, ModelLoadError, SamplingParams
 from quire.frontend.diagnosis.model import check_model
 from quire.frontend.model_info.plan import make_plan
 from quire.ipc.models.gguf import GGUFFile, GGUFTensor, Metadata
-from quire.ipc.models.gguf_families import deepseek2_config, gemma4_config
+from quire.ipc.models.gguf_families import deepseek2_config, gemma3n_config, gemma4_config
 from quire.ipc.models.gguf_weights import check_gguf_tensors
 from quire.tests.gguf_families import round_to_blocks, write_family_gguf
 from quire.tests.tiny_models import GEMMA4_EXPERTS, save_tiny_model
@@ -124,6 +124,28 @@ def test_metadata_that_gemma_4_cannot_have(
     assert found["per_layer_config"] == {"2": {"head_dim": 32, "num_key_value_heads": 1}}
     with pytest.raises(ModelLoadError, match=message):
         gemma4_config(GEMMA4 | changes, {}, factors)
+
+
+def test_metadata_of_gemma_3n() -> None:
+    """The cuts of activations, of which a file has 32 bits, are parts that fall away."""
+    tables = {
+        f"{name}.weight": GGUFTensor(name, (rows, 64), "F32", Path("m.gguf"), 0, 4)
+        for name, rows in (("per_layer_token_embd", 320), ("token_embd", 320))
+    }
+    own: dict[str, Any] = {"activation_sparsity_scale": [1.6448533535003662, -float("inf")]}
+    found = gemma3n_config(own | {"feed_forward_length": [8, 16]}, tables, None)
+    assert found == {
+        "rope_local_base_freq": 10_000.0,
+        "intermediate_size": [8, 16],
+        "activation_sparsity_pattern": [0.95, 0.0],
+        "vocab_size_per_layer_input": 320,
+    }
+    with pytest.raises(ModelLoadError, match="activation_sparsity_scale must be a list of numbers"):
+        gemma3n_config({"activation_sparsity_scale": 1.6}, tables, None)
+    few = {name: table._replace(shape=(300, 64)) for name, table in tables.items()}
+    few["token_embd.weight"] = tables["token_embd.weight"]
+    with pytest.raises(ModelLoadError, match="per_layer_token_embd.weight must have as many rows"):
+        gemma3n_config({}, few, None)
 
 
 DEEPSEEK2 = {

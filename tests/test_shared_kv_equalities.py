@@ -1,6 +1,6 @@
-"""Gemma 4, whose last layers read the keys and values of others and compute only the rows that are
-read, in bfloat16 on native kernels: the bits of a request's tokens and log-probabilities do not
-depend on the batch, on chunks, on swapping, on bursts, or on speculation.
+"""Gemma 3n and 4, whose last layers read the keys and values of others and compute only the rows
+that are read, in bfloat16 on native kernels: the bits of a request's tokens and log-probabilities
+do not depend on the batch, on chunks, on swapping, on bursts, or on speculation.
 """
 
 from __future__ import annotations
@@ -27,13 +27,24 @@ from quire.tests.workloads import Job
 
 pytestmark = needs_native_kernels
 
+# with so many blocks, requests are preempted
+KINDS: dict[str, tuple[dict[str, Any], int]] = {
+    "gemma4_text": ({}, 98),
+    "gemma3n_text": ({"sliding_window": 96}, 80),
+}
 FEW = few_blocks(98)
 SETTINGS = [*settings_with(FEW), dict(speculative_config=NGRAM, num_threads=2)]
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def common(tmp_path_factory) -> dict[str, Any]:
-    directory = save_tiny_model(tmp_path_factory.mktemp("m"), "gemma4_text", dtype="bfloat16")
+def common(kind, tmp_path_factory) -> dict[str, Any]:
+    own, path = KINDS[kind][0], tmp_path_factory.mktemp("m")
+    directory = save_tiny_model(path, kind, dtype="bfloat16", **own)
     return dict(model=str(directory), dtype="bfloat16", max_model_len=300)
 
 
@@ -54,13 +65,15 @@ def expected(common, jobs):
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=name_of)
-def test_no_setting_changes_a_bit(common, jobs, expected, settings):
-    with closing(make_engine(**common | settings)) as engine:
+def test_no_setting_changes_a_bit(kind, common, jobs, expected, settings):
+    has_few = settings.items() >= FEW.items()
+    few = dict(num_gpu_blocks_override=KINDS[kind][1]) if has_few else {}
+    with closing(make_engine(**common | settings | few)) as engine:
         executor = engine.client._engine.core.executor
         assert isinstance(executor.runner.run_pass, NarrowedForward)
         assert_same_bits(jobs, run(engine, jobs), expected)
         cold = engine.call_utility("get_metrics")
-        assert (cold["num_preemptions"] > 0) == (settings.items() >= FEW.items())
+        assert (cold["num_preemptions"] > 0) == has_few
         assert (cold["num_accepted_tokens"] > 0) == ("speculative_config" in settings)
         assert_same_bits(jobs, run(engine, jobs, aborts=False), expected, aborts=False)
         warm = engine.call_utility("get_metrics")

@@ -33,7 +33,7 @@ CASES = [
     for kind in KINDS
     for variant in VARIANTS
     if kind in "qwen2 qwen3" or "attention_bias" not in variant
-    if kind != "gemma4_text" or "num_hidden_layers" not in variant
+    if kind not in ("gemma3n_text", "gemma4_text") or "num_hidden_layers" not in variant
 ] + [("llama", {"mlp_bias": True, "head_dim": 10}), ("gemma4_text", GEMMA4_EXPERTS)]
 
 

@@ -229,7 +229,7 @@ struct Embedding : Call {
     const void* table;
     void* out;
     int64_t out_row, num_ids, size;
-    int64_t ids;  // Ids
+    int64_t ids;               // Ids
     int64_t first_id, absent;  // Absent
 };
 

@@ -24,14 +24,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .images import add_rows as add_rows
-from .images import replace_rows as replace_rows
-from .images import rotary_embedding_by_component as rotary_embedding_by_component
 from .altup import altup_correct as altup_correct
 from .altup import altup_predict as altup_predict
 from .altup import gaussian_top_k as gaussian_top_k
 from .altup import match_magnitude as match_magnitude
 from .altup import stack_streams as stack_streams
+from .images import add_rows as add_rows
+from .images import replace_rows as replace_rows
+from .images import rotary_embedding_by_component as rotary_embedding_by_component
 from .latent import latent_attention as latent_attention
 from .latent import pack_head_linear as pack_head_linear
 from .latent import store_latents as store_latents

@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 32
+#define QUIRE_ABI_VERSION 33
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches

@@ -22,6 +22,7 @@ HEADERS = (
     "abi_altup.h",
     "abi_experts.h",
     "abi_images.h",
+    "abi_latents.h",
     "abi_lora.h",
     "abi_ranks.h",
     "abi_states.h",

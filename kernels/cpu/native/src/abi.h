@@ -269,15 +269,6 @@ struct WriteKv : Call {
     int64_t group;        // of the layer, see Step
 };
 
-// latent [rows, rank] and key [rows, rotary_dim] -> the step's slots of the cache [slots, rank +
-// rotary_dim]. A negative slot is not written.
-struct WriteLatents : Call {
-    const void* latent;
-    const void* key;
-    void* cache;
-    int64_t latent_row, key_row, rank, rotary_dim, group;
-};
-
 // Rotary, then WriteKv of the rotated key.
 struct RotaryAndWriteKv : Rotary {
     const void* value;
@@ -360,12 +351,6 @@ struct Linear : Call {
     int32_t epilogue;               // Epilogue
     int32_t out_dtype;              // Dtype of out: that of the activations, or F32
     double gate_scale, gate_limit;  // of GATED_CLAMPED
-};
-
-// A linear layer of each head: x [rows, heads, in_features] -> out [rows, heads, out_features]. The
-// weight of a head, packed, begins head_bytes after that of the one before. There is no bias.
-struct HeadsLinear : Linear {
-    int64_t x_head, out_head, head_bytes, heads;
 };
 
 // logits fp32 [rows, vocab_size] -> out [rows]: the lowest index of each row's largest logit;

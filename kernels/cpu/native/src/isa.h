@@ -6,6 +6,7 @@
 #include "abi_altup.h"
 #include "abi_experts.h"
 #include "abi_images.h"
+#include "abi_latents.h"
 #include "abi_lora.h"
 #include "abi_ranks.h"
 #include "abi_states.h"

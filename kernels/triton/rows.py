@@ -21,8 +21,7 @@ def gather_rows_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
     index = tl.load(indices_ptr + row).to(tl.int64)
-    if index >= num_rows:  # as first_if_absent asks
-        index = 0
+    index = tl.where(index < num_rows, index, 0)  # as first_if_absent asks
     tl.store(
         out_ptr + row * SIZE + column,
         tl.load(x_ptr + index * row_stride + column, mask=mask),

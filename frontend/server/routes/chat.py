@@ -77,6 +77,7 @@ class ChatBody(SamplingBody, kw_only=True):
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
     include_reasoning: bool | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 def routes(state: ServerState) -> list[ApiRoute]:
@@ -131,6 +132,8 @@ def chat_turn(state: ServerState, call: HttpCall, body: ChatBody) -> ChatTurn:
             "continue_final_message",
             "The last of 'messages' must be an assistant message to be continued.",
         )
+    if body.mm_processor_kwargs and not state.reads_images:
+        raise invalid("mm_processor_kwargs", "This model reads text only.")
     return ChatTurn(
         request_id=f"chatcmpl-{call.suffix}",
         messages=plain_messages(body.messages, call, state.reads_images),
@@ -141,6 +144,7 @@ def chat_turn(state: ServerState, call: HttpCall, body: ChatBody) -> ChatTurn:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_variables=_template_variables(state, call, body),
         documents=body.documents,
+        processor_kwargs=body.mm_processor_kwargs,
         add_generation_prompt=not continues
         if body.add_generation_prompt is None
         else body.add_generation_prompt,

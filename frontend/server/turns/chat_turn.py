@@ -51,6 +51,7 @@ class ChatTurn:
     parallel_tool_calls: bool = True
     template_variables: dict[str, Any] = field(default_factory=dict)
     documents: list[dict[str, Any]] | None = None
+    processor_kwargs: dict[str, Any] | None = None  # of images
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     priority: int = 0
@@ -256,6 +257,7 @@ async def render_turn(
         token_ids, items = await prepare_images(
             *(state, call, rendered.text, rendered.images, turn.names),
             add_special_tokens=add_special_tokens,
+            processor_kwargs=turn.processor_kwargs,
         )
         return RenderedTurn(rendered.text, token_ids, items)
     [token_ids] = await tokenize_all(

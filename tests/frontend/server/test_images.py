@@ -349,6 +349,17 @@ def test_the_detail_of_an_image_is_ignored() -> None:
         assert answer.headers.get("x-ignored-params") == ignored
 
 
+def test_settings_of_the_processor_for_one_request() -> None:
+    app, engine = seeing_app()
+    for kwargs in ({"max_pixels": 9}, None):
+        body = {"messages": user(OPENAI_PART), "mm_processor_kwargs": kwargs}
+        assert post(app, CHAT, body).status_code == 200
+        assert engine.preparer.kwargs == (kwargs or {})
+    text_only = scripted_app(ScriptedEngine(["A"]), TEMPLATE)
+    answer = post(text_only, CHAT, {"messages": user(WHAT), "mm_processor_kwargs": {"x": 1}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "mm_processor_kwargs")
+
+
 def test_the_limit_is_the_servers() -> None:
     app, _ = seeing_app(limit_mm_per_prompt={"image": 1})
     answer = post(app, CHAT, {"messages": user(OPENAI_PART, OPENAI_PART)})

@@ -154,8 +154,11 @@ class KVCacheManager:
         most = min(most, (request.num_tokens - 1) // self.block_size)
         if not (most and self.enable_caching and request.reads_prefix_cache):
             return FoundBlocks(self.no_blocks())
-        hashes, windows = request.extend_block_hashes(self.block_size), self.layout.windows
-        num_blocks = most
+        return self._search(request.extend_block_hashes(self.block_size), most, kept)
+
+    def _search(self, hashes: list[bytes], most: int, kept: Container[bytes]) -> FoundBlocks:
+        """See _find."""
+        windows, num_blocks = self.layout.windows, most
         before = -1
         while num_blocks != before:
             before = num_blocks
@@ -239,7 +242,7 @@ class KVCacheManager:
         if num_computed:
             tables = self._begin_tables(blocks, num_computed)
         num_blocks = -(-(num_computed + num_new_tokens) // self.block_size)
-        gaps = self._gaps(tables, num_computed)
+        gaps = self._gaps(tables, num_computed) if num_computed else []
         num_missing = [num_blocks - len(table) for table in tables]
         num_new = sum(num_missing) + len(gaps)
         if self.num_free_after(num_new, tables) < 0:
@@ -247,10 +250,10 @@ class KVCacheManager:
         if num_computed:
             self._hold(request, tables, num_given, num_computed)
         new = iter(self.block_pool.get_new_blocks(num_new))
-        for index, group in gaps:
-            tables[group][index] = next(new)
         if gaps:
             self._num_cached[request.request_id] = gaps[0][0]
+        for index, group in gaps:
+            tables[group][index] = next(new)
         for table, count in zip(tables, num_missing):
             table.extend(islice(new, count))
         self._tables[request.request_id] = tables

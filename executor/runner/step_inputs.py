@@ -191,7 +191,7 @@ class StepInputMaker:
                 seq_lens.tolist(),
                 self._adapters(token_slots),
                 self._states and self._states.rows(slots, self._last_positions(slots, num_ahead)),
-                self._image_rows(slots, layout.num_computed, layout.query_lens),
+                self._images and self._image_rows(slots, layout.num_computed, layout.query_lens),
             ),
             sampled_rows=layout.sampled_rows,
             sampled_slots=slots[layout.sampled_rows],
@@ -254,7 +254,7 @@ class StepInputMaker:
             last.seq_lens.tolist(),
             before.adapters,
             self._states and self._states.rows(inputs.slots, self._last_positions(inputs.slots)),
-            self._image_rows(inputs.slots, last.positions, np.ones_like(last.positions)),
+            self._images and self._image_rows(inputs.slots, last.positions),
         )
         last.output = now
         last.inputs = StepInputs(
@@ -279,10 +279,12 @@ class StepInputMaker:
         return torch.from_numpy(((second > 0) & (positions >= second)).astype(np.int32))
 
     def _image_rows(
-        self, slots: np.ndarray, firsts: np.ndarray, counts: np.ndarray
-    ) -> ImageRows | None:
-        """See ImageTable.columns."""
-        return self._images and self._images.columns(slots, firsts, counts).on_host()
+        self, slots: np.ndarray, firsts: np.ndarray, counts: np.ndarray | None = None
+    ) -> ImageRows:
+        """See ImageTable.columns. counts: None of rows with one token each."""
+        assert self._images is not None
+        counts = np.ones_like(firsts) if counts is None else counts
+        return self._images.columns(slots, firsts, counts).on_host()
 
     def _adapters(self, token_slots: np.ndarray) -> torch.Tensor | None:
         """[T] i32: see AttentionMetadata."""

@@ -243,23 +243,32 @@ class InputProcessor:
         self, parts: PromptParts, truncated_to: int | None
     ) -> tuple[list[int], list[ImageItem]]:
         """Returns the token ids of a prompt for SamplingParams, and its images."""
-        most = self._max_prompt_len
-        if isinstance(parts.images, GivenImages) and parts.token_ids is None:
-            _check_whole(truncated_to)
-            token_ids, items = self.images.prepare(parts.text or "", parts.images)
-            self._check_token_ids(token_ids, most)
-            return token_ids, items
+        if parts.images is not None:
+            return self._read_images(parts, truncated_to)
         token_ids = parts.token_ids
         if token_ids is None:
             token_ids = self._encode("prompt", parts.text or "")
         if truncated_to is not None:
             token_ids = self._truncated(token_ids, truncated_to)
-        return self._with_images(token_ids, parts, truncated_to, most)
+        self._check_token_ids(token_ids, self._max_prompt_len)
+        return token_ids, []
+
+    def _read_images(
+        self, parts: PromptParts, truncated_to: int | None
+    ) -> tuple[list[int], list[ImageItem]]:
+        """Returns the token ids of a prompt with those of its images, and the images."""
+        most = self._max_prompt_len
+        if parts.token_ids is not None or not isinstance(parts.images, GivenImages):
+            return self._with_images(parts.token_ids, parts, truncated_to, most)
+        _check_whole(truncated_to)
+        token_ids, items = self.images.prepare(parts.text or "", parts.images)
+        self._check_token_ids(token_ids, most)
+        return token_ids, items
 
     def _with_images(
         self, token_ids: Any, parts: PromptParts, truncated_to: int | None, most: int
     ) -> tuple[list[int], list[ImageItem]]:
-        """Returns the token ids of a prompt with those of its images, and the images."""
+        """Returns a prompt's token ids, checked, with those of its images, and the images."""
         self._check_token_ids(token_ids, most)
         if parts.images is None:
             return token_ids, []

@@ -20,7 +20,7 @@ from quire.core.engine_core import EngineCore
 from quire.core.engine_proc import leave, main
 from quire.core.scheduling.scheduler import Scheduler
 from quire.ipc import errors
-from quire.ipc.codec import MessageDecoder
+from quire.ipc.codec import MessageDecoder, MessageEncoder
 from quire.ipc.config import EngineConfig
 from quire.ipc.messages import AbortRequests, EngineCoreOutputs, EngineMessage, PaceOutputs
 from quire.ipc.params import StructuredOutputsParams
@@ -145,7 +145,8 @@ def _recording(act: Callable, as_message: Callable) -> Callable:
         records = core.executor.records
         if records is None:
             return act(core, value, client_index)
-        records.messages.append(msgspec.msgpack.encode(as_message(value)))
+        [frame] = MessageEncoder(2**24).encode(as_message(value))  # its arrays are small
+        records.messages.append(bytes(frame))
         records.deliver = lambda outputs: core.host.deliver({client_index: outputs})
 
     return record

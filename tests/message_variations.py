@@ -8,6 +8,7 @@ and names it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -37,7 +38,7 @@ def values(type_: inspect.Type) -> Iterator[Any]:
         case inspect.StrType():
             yield from TEXTS
         case inspect.BytesType():
-            yield b"bytes"
+            yield from (b"bytes", b"more")
         case inspect.NoneType():
             yield None
         case inspect.EnumType():
@@ -47,7 +48,8 @@ def values(type_: inspect.Type) -> Iterator[Any]:
         case inspect.ListType():
             yield from ([value] for value in values(type_.item_type))
         case inspect.TupleType():
-            yield tuple(next(values(item)) for item in type_.item_types)
+            of_items = [[*islice(values(item), 2)] for item in type_.item_types]
+            yield from (tuple(found[i % len(found)] for found in of_items) for i in range(2))
         case inspect.DictType():
             key = next(values(type_.key_type))
             yield from ({key: value} for value in values(type_.value_type))

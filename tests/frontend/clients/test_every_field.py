@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import fields
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.ipc import messages as m
-from quire.ipc.codec import MessageEncoder
+from quire.ipc.codec import MessageDecoder, MessageEncoder
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.ipc.params import PoolingParams, SamplingParams
 from quire.tests.fake_engine import record_messages
@@ -65,9 +65,10 @@ def open_recording(open_driver, monkeypatch):
 
 def received(driver: Driver, kind: type) -> list[list]:
     """The messages of one kind that each engine has received."""
-    decode = msgspec.msgpack.Decoder(m.ClientMessage).decode
+    decoder = MessageDecoder(m.ClientMessage, 2**24)
     engines = driver.call("collective_rpc", "received")
-    return [[one for one in map(decode, engine) if isinstance(one, kind)] for engine in engines]
+    messages = [[decoder.decode([frame]) for frame in engine] for engine in engines]
+    return [[one for one in engine if isinstance(one, kind)] for engine in messages]
 
 
 def test_every_message_has_its_test():

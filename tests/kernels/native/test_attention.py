@@ -379,6 +379,7 @@ def test_fused_rotation_and_write_have_the_bits_of_the_two(isa, kind, rotary_dim
                     query=query.data_ptr(),
                     key=key.data_ptr(),
                     cos_sin=cos_sin.data_ptr(),
+                    components=None,
                     **rotated,
                     heads=num_heads,
                     kv_heads=num_kv_heads,

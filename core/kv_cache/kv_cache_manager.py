@@ -252,8 +252,8 @@ class KVCacheManager:
         new = iter(self.block_pool.get_new_blocks(num_new))
         if gaps:
             self._num_cached[request.request_id] = gaps[0][0]
-        for index, group in gaps:
-            tables[group][index] = next(new)
+            for index, group in gaps:
+                tables[group][index] = next(new)
         for table, count in zip(tables, num_missing):
             table.extend(islice(new, count))
         self._tables[request.request_id] = tables

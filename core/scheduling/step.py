@@ -19,7 +19,6 @@ from operator import attrgetter
 from ...ipc.models.kv_layout import MAX_BURST, lookahead_of
 from ...ipc.step_messages import NewRequestData, SchedulerOutput
 from ..forks import Family
-from ..kv_cache.state_checkpoints import Checkpoint
 from ..request import Request, RequestOwner, RequestStatus
 from .admission import StartPoint, find_start, has_room, num_missing_blocks
 from .images import places_of
@@ -306,13 +305,10 @@ def admit_waiting(
         block_ids = manager.begin(request, num_tokens, start.blocks, start.num_tokens)
         if block_ids is None:
             return "blocks"
-        if start.missing and not manager.load(request, start.missing):
-            continue  # it starts without them
-        if start.loaded_state is not None:
-            checkpoint = _load_state(state, step, request, start)
-            if checkpoint is None:
-                continue
-            start = start._replace(checkpoint=checkpoint)
+        if start.missing or start.loaded_state is not None:
+            start = _load(state, step, request, start)
+            if start is None:
+                continue  # it starts without what could not be loaded
         state.waiting.start(request)
         _admit(state, step, request, start, block_ids)
         add_row(state, step, request, num_tokens, 0, block_ids)
@@ -335,21 +331,26 @@ def _fitting(
     return num_tokens
 
 
-def _load_state(
+def _load(
     state: SchedulerState, step: ScheduledStep, request: Request, start: StartPoint
-) -> Checkpoint | None:
-    """Loads the checkpoint from which the request is to start. None: the request has not begun, and
-    starts without it.
+) -> StartPoint | None:
+    """Loads the blocks and the checkpoint from which the request is to start. None: the request has
+    not begun, and starts without them.
     """
     manager = state.kv_cache_manager
-    assert manager.checkpoints is not None and start.loaded_state is not None
+    if start.missing and not manager.load(request, start.missing):
+        return None
+    if start.loaded_state is None:
+        return start
+    assert manager.checkpoints is not None
     busy = {source for source, _ in step.output.state_copies}
     checkpoint = manager.checkpoints.load(start.loaded_state, start.num_tokens, busy)
     if checkpoint is None:
         assert manager.offload is not None
         manager.offload.suspend()
         manager.free(request)
-    return checkpoint
+        return None
+    return start._replace(checkpoint=checkpoint)
 
 
 def _num_samples_left(state: SchedulerState, step: ScheduledStep) -> int:

@@ -199,7 +199,7 @@ def find_cached(wanted: HubFile, revision: str | None, download_dir: str | None)
     return find_file(snapshot / choose(names, wanted)) if names else None
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

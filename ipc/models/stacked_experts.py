@@ -79,5 +79,5 @@ def stacked_pieces(
         if name not in found and _RENAMED[0] in name:
             pieces[name] = StackedPiece(name.replace(*_RENAMED), shape, None)
         elif has_both and _RENAMED[1] in name:  # transformers saves Kimi Linear's MLPs in this way
-            pieces[name] = StackedPiece(name.replace(*reversed(_RENAMED)), shape, None)
+            pieces[name] = StackedPiece(name.replace(_RENAMED[1], _RENAMED[0]), shape, None)
     return pieces

@@ -27,7 +27,10 @@ def _half(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 # operation -> from its arguments: shape and dtype of the result, by its contract
 RESULTS: dict[str, Callable[..., tuple[tuple[int, ...], torch.dtype]]] = {
-    "embedding": lambda token_ids, table: ((*token_ids.shape, table.shape[1]), table.dtype),
+    "embedding": lambda token_ids, table, *others, **named: (
+        (*token_ids.shape, table.shape[1]),
+        table.dtype,
+    ),
     "gather_rows": lambda x, indices: ((len(indices), *x.shape[1:]), x.dtype),
     "spread_logits": lambda logits, ids, vocab_size: ((len(logits), vocab_size), torch.float32),
     "rms_norm": _like,

@@ -51,10 +51,11 @@ from .plugins import load_plugins, naming_plugins
 from .pooling.dense import load_dense
 from .pooling.heads import PoolingHead
 from .pooling.pooler import Pooler
+from .preemption_costs import measure_recompute, shortest_time
 from .program.narrowed import Sections, record_sections
 from .program.step_program import record_step
 from .runner.assembly import RunnerState, assemble, on_device
-from .runner.block_mover import BlockMover, caches_of, shortest_time
+from .runner.block_mover import BlockMover, caches_of
 from .runner.cuda_graphs import Capture, CudaCapture, GraphedStep
 from .runner.image_table import ImageTable
 from .runner.launched_steps import HostStep, PendingStep
@@ -78,10 +79,6 @@ from .tracing.step_tracer import StepTracer
 from .weights.early_memory import take as take_early_memory
 
 logger = logging.getLogger(__name__)
-
-# tokens of the forward passes that measure recomputation; only fast models run the larger ones
-MEASURED_TOKENS = (8, 32)
-MEASURING_BUDGET_S = 0.02  # of start-up; a slower pass is run once
 
 
 class Worker:
@@ -459,42 +456,38 @@ class Worker:
 
         Returns the number of blocks, and the cost of bringing a request back.
         """
-        mode = self.config.scheduler_config.preemption_mode
-        # several ranks would measure different costs, and would then move different blocks
-        is_able = self.group.num_ranks == 1 and (self._states is not None or self.block_bytes > 0)
-        if mode != "recompute" and is_able:
-            self._num_host_blocks = plan_num_host_blocks(
-                self.config,
-                self.block_bytes,
-                devices.free_bytes(torch.device("cpu")),
-                self.kv_cache_windows,
-            )
-            self._mover = self._make_block_mover()
-            self._assemble()
-        if mode != "auto" or not self._num_host_blocks:
-            return self._num_host_blocks, PreemptionCosts()
-        costs = self._measure_preemption()
-        logger.info("swap space: %d blocks; %s", self._num_host_blocks, costs)
-        return self._num_host_blocks, costs
+        num_blocks = self.plan_swap_space() or 0
+        swap_costs = self.open_swap_space(num_blocks)
+        if self.config.scheduler_config.preemption_mode != "auto" or not num_blocks:
+            return num_blocks, PreemptionCosts()
+        recompute_s = measure_recompute(self.run_pass, self.config.scheduler_config)
+        costs = PreemptionCosts(recompute_s, *swap_costs)
+        logger.info("swap space: %d blocks; %s", num_blocks, costs)
+        return num_blocks, costs
 
-    def _measure_preemption(self) -> PreemptionCosts:
-        scheduler_config = self.config.scheduler_config
-        most_tokens = min(
-            resolved(scheduler_config.max_num_batched_tokens), scheduler_config.max_num_seqs
-        )
-        recompute_s = 0.0
-        for num_tokens in sorted({min(count, most_tokens) for count in MEASURED_TOKENS}):
+    def plan_swap_space(self) -> int | None:
+        """How many blocks of preempted requests the host's memory has room for. None: as many as
+        one likes, since the layers of this rank keep nothing.
+        """
+        if self.config.scheduler_config.preemption_mode == "recompute":
+            return 0
+        if self._states is None and not self.block_bytes:
+            return None
+        free_bytes = devices.free_bytes(torch.device("cpu")) // self.group.num_on_machine
+        windows = self.kv_cache_windows
+        return plan_num_host_blocks(self.config, self.block_bytes, free_bytes, windows)
 
-            def recompute(num_tokens: int = num_tokens) -> None:
-                self.runner.execute_dummy_batch(num_tokens)
-                devices.synchronize(self.device)
-
-            pass_s = shortest_time(recompute, budget_s=MEASURING_BUDGET_S)
-            recompute_s = pass_s / num_tokens
-            # more tokens would take longer and not change the result: swapping is much cheaper
-            if pass_s > MEASURING_BUDGET_S / 4:
-                break
-        assert self._mover is not None
+    def open_swap_space(self, num_blocks: int) -> tuple[float, float]:
+        """Allocates host memory for so many blocks. Returns the seconds of moving a request out and
+        in again, and those of each of its tokens; zeros where preemption_mode does not ask.
+        """
+        self._num_host_blocks = num_blocks
+        if not num_blocks:
+            return 0.0, 0.0
+        self._mover = self._make_block_mover()
+        self._assemble()
+        if self.config.scheduler_config.preemption_mode != "auto":
+            return 0.0, 0.0
         swap_s, swap_s_per_block = self._mover.measure()
         if (states := self._states) is not None:
             last = len(states.places) - 1
@@ -506,7 +499,12 @@ class Worker:
             swap_s += shortest_time(swap_state)
         # a token has a part of a block in each group
         num_groups, block_size = len(self.kv_cache_windows), self.config.cache_config.block_size
-        return PreemptionCosts(recompute_s, swap_s, swap_s_per_block * num_groups / block_size)
+        return swap_s, swap_s_per_block * num_groups / block_size
+
+    def run_pass(self, num_tokens: int = 1, num_logits: int = 1) -> None:
+        """Runs a pass without effects, as execute_dummy_batch does, and waits for its end."""
+        self.runner.execute_dummy_batch(num_tokens, num_logits)
+        devices.synchronize(self.device)
 
     @property
     def model_name(self) -> str:

@@ -29,6 +29,7 @@ from ...ipc.params import StructuredOutputsParams
 from ...ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ...ipc.trace import RanksTrace
 from .local_ranks import LocalRanks
+from .measuring import open_swap_space
 from .messages import (
     MAX_MESSAGE_BYTES,
     Call,
@@ -171,8 +172,8 @@ class MultiprocExecutor:
         return sum(sizes)
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
-        """There is none: with several ranks, preempted requests are computed again."""
-        return 0, PreemptionCosts()
+        """See Executor. Each rank keeps its parts of the blocks."""
+        return open_swap_space(self._call, self.config)
 
     def initialize_offload(self) -> RanksOffload | None:
         """See Executor."""

@@ -117,6 +117,7 @@ class Rank:
     # the methods of Worker that a Call may name
     CALLS = frozenset(
         {"determine_num_blocks", "initialize_kv_cache", "execute_dummy_batch", "collective_rpc"}
+        | {"plan_swap_space", "open_swap_space", "run_pass"}
         | {"start_trace", "check_health"}
     )
 
@@ -174,7 +175,6 @@ class Rank:
             return Trace.of(worker.end_trace())
         if call.method == "initialize_kv_cache":
             num_bytes = worker.initialize_kv_cache(*call.args)
-            worker.initialize_swap_space()
             platform_tuning.end_start()
             rooms = worker.max_num_seqs, worker.num_state_checkpoints
             return Result([num_bytes, worker.burst_weights_bytes, *rooms])

@@ -5,10 +5,7 @@ Must not know: whose blocks they are, or why they move.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +13,7 @@ from ...ipc.step_messages import SchedulerOutput
 from ...kernels.registry import OpTable
 from ..device import synchronize
 from ..model import AttentionLayer
+from ..preemption_costs import shortest_time
 
 Pairs = Sequence[tuple[int, int]]  # (from, to)
 MEASURED_BLOCKS = 8
@@ -95,23 +93,3 @@ def _blocks_of(cache: torch.Tensor) -> torch.Tensor:
         return cache
     apart = cache.stride(0)
     return cache.as_strided((len(cache), apart), (apart, 1), 0)
-
-
-def shortest_time(
-    function: Callable[[], Any], repeats: int = 3, budget_s: float = math.inf
-) -> float:
-    """Seconds of the fastest of several runs, that is, without disturbance.
-
-    The first run, which may set things up, is not timed, unless it alone exceeds `budget_s`: it is
-    then the result.
-    """
-    begin, seconds = time.perf_counter(), []
-    for run in range(1 + repeats):
-        start = time.perf_counter()
-        function()
-        now = time.perf_counter()
-        if now - begin > budget_s:
-            return min([*seconds, now - start])
-        if run:
-            seconds.append(now - start)
-    return min(seconds)

@@ -140,7 +140,6 @@ def check_ranks(config: EngineConfig) -> None:
         ),
         (config.lora_config.enable_lora, "enable_lora"),
         (config.scheduler_config.speculative_config is not None, "speculative_config"),
-        (config.scheduler_config.preemption_mode == "swap", "preemption_mode=swap"),
         (config.load_config.packed_weights_cache is not None, "packed_weights_cache"),
         (config.model_config.runner == "pooling", "runner=pooling"),
     ):

@@ -14,7 +14,7 @@ import statistics
 import time
 
 from quire import LLM, EngineArgs, SamplingParams
-from quire.executor.runner.block_mover import shortest_time
+from quire.executor.preemption_costs import shortest_time
 from quire.executor.worker import Worker
 from quire.ipc.step_messages import NewRequestData, SchedulerOutput
 from quire.tests.bench.report import hardware, write_result

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.executor.ranks.local_ranks import fds_of, make_ends
+from quire.executor.ranks.measuring import open_swap_space
 from quire.executor.ranks.messages import Kept, MoveBlocks, Sampled, Step
 from quire.executor.ranks.multiproc_executor import PendingRanks
 from quire.executor.ranks.offload import RanksOffload
@@ -60,12 +61,13 @@ class RankThreads:
         return min(rank.determine_num_blocks() for rank in self.ranks)
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
-        num_bytes = sum(self.on_each(lambda rank: rank.initialize_kv_cache(num_blocks)))
-        self.on_each(lambda rank: rank.initialize_swap_space())
-        return num_bytes
+        return sum(self.on_each(lambda rank: rank.initialize_kv_cache(num_blocks)))
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
-        return 0, PreemptionCosts()
+        return open_swap_space(self.call, self.config)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return self.on_each(lambda rank: getattr(rank, method)(*args))
 
     def execute_dummy_batch(self) -> None:
         self.on_each(lambda rank: rank.execute_dummy_batch())

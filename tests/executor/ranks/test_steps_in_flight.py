@@ -70,28 +70,35 @@ def run_jobs(executor: Any, config: Any, jobs: list[Job]) -> tuple[dict[str, Ans
 
 
 @pytest.mark.parametrize(
-    ("size", "num_stages", "num_seeds"),
+    ("size", "num_stages", "num_seeds", "mode"),
     [
-        (1, 2, 1),
-        (1, 3, 1),
-        (2, 2, 1),
-        pytest.param(1, 2, 100, marks=pytest.mark.slow),
-        pytest.param(1, 4, 100, marks=pytest.mark.slow),
+        (1, 2, 1, "recompute"),
+        (1, 3, 1, "auto"),
+        (2, 2, 1, "swap"),
+        pytest.param(1, 2, 100, "auto", marks=pytest.mark.slow),
+        pytest.param(1, 4, 100, "recompute", marks=pytest.mark.slow),
+        pytest.param(2, 1, 20, "swap", marks=pytest.mark.slow),
     ],
 )
-def test_tokens_are_those_of_one_rank(tiny, size: int, num_stages: int, num_seeds: int) -> None:
+def test_tokens_are_those_of_one_rank(
+    tiny, size: int, num_stages: int, num_seeds: int, mode: str
+) -> None:
     model = tiny("qwen2", num_hidden_layers=4)
     options = {"max_num_batched_tokens": 64, "max_num_seqs": 6}
-    num_preemptions = 0
-    stages = RankThreads(model, size, num_stages, num_gpu_blocks_override=20, **options)
+    few = {"num_gpu_blocks_override": 20, "preemption_mode": mode}
+    num_preemptions = num_swapped = 0
+    stages = RankThreads(model, size, num_stages, **few, **options)
     one = start_executor(model, **options)
     for seed in range(num_seeds):
         jobs = jobs_of(1000 * num_stages + seed, 10)
         wanted, _ = run_jobs(one, one.config, jobs)
         answers, core = run_jobs(stages, stages.config, jobs)
         check_equal(wanted, answers)
-        num_preemptions += core.observer.get_metrics()["num_preemptions"]
-    assert num_preemptions > 0
+        metrics = core.observer.get_metrics()
+        num_preemptions += metrics["num_preemptions"]
+        num_swapped += metrics["num_blocks_swapped_in"]
+    assert num_preemptions > 0 and (num_swapped > 0 or mode != "swap")
+    assert mode != "recompute" or not num_swapped
     stages.shutdown()
 
 

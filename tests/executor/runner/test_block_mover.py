@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from quire.executor.runner import block_mover
-from quire.executor.runner.block_mover import shortest_time
+from quire.executor import preemption_costs
+from quire.executor.preemption_costs import shortest_time
 from quire.ipc.models.memory_plan import plan_num_host_blocks
 from quire.ipc.step_messages import SchedulerOutput
 from quire.tests.executor.driver import make_config, start_executor
@@ -115,6 +115,6 @@ def test_the_shortest_time_stays_within_its_budget(
         nonlocal now
         now += next(runs)
 
-    monkeypatch.setattr(block_mover.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(preemption_costs.time, "perf_counter", lambda: now)
     assert shortest_time(run, 3, budget_s) == shortest
     assert list(runs) == durations[num_runs:]

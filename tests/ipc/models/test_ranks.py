@@ -42,7 +42,6 @@ def of_family(kind: str) -> str:
     [
         ("qwen2", {"enable_lora": True}, "must be 1 with enable_lora, got 2"),
         ("qwen2", {"speculative_config": {"method": "ngram"}}, "must be 1 with speculative_config"),
-        ("qwen2", {"preemption_mode": "swap"}, "must be 1 with preemption_mode=swap"),
         ("qwen2", {"quantization": "int8", "packed_weights_cache": "auto"}, "packed_weights_cache"),
         ("qwen2", {"runner": "pooling"}, "must be 1 with runner=pooling"),
         ("qwen2", {"tensor_parallel_size": 3}, "must divide the model's num_attention_heads=4"),

@@ -5,7 +5,9 @@ Must not know: which adapters should be in memory, requests, names that users gi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.lora import LoRARequest
 from .model import Model
 from .models.adapters import EmbeddingAdapters, LinearAdapters, Modules
-from .weights.lora_files import Adapted, AdapterWeights, read_adapter, stamp_of
+from .weights.lora_files import Adapted, AdapterWeights, inner_name, read_adapter, stamp_of
 from .weights.table import layer_of
 
 Adapter = dict[str, AdapterWeights]  # by the name of the module
@@ -53,6 +55,7 @@ class Loras:
         self._layers: list[LinearAdapters | EmbeddingAdapters] = []
         self._shapes: dict[str, Adapted] = {}
         self._heads = 0, 0
+        self._is_elsewhere: Callable[[str], bool] = lambda name: False  # on another rank
         # by place: the number of the adapter there; the least recently used first
         self._places: dict[int, int | None] = {}
         self._users: dict[int, int] = {}  # slot -> the number of the adapter that it uses
@@ -71,6 +74,7 @@ class Loras:
         self._layers = list(dict.fromkeys(of for of, _ in self._modules.values()))
         self._shapes = {name: of.adapted(i) for name, (of, i) in self._modules.items()}
         self._heads = model.config.num_attention_heads, model.config.num_key_value_heads
+        self._is_elsewhere = partial(is_on_another_rank, model)
         self._places = dict.fromkeys(range(self._config.max_loras))
 
     def read(self, request: LoRARequest) -> Adapter:
@@ -86,6 +90,7 @@ class Loras:
                 self._heads,
                 self._config.max_lora_rank,
                 self._dtype,
+                self._is_elsewhere,
             )
         except ModelLoadError as error:
             raise InvalidParameterError("lora_path", str(error)) from error
@@ -214,6 +219,13 @@ def adapted_modules(model: Model) -> Modules:
             index = shards.index(module if module in shards else module.rpartition(".")[2])
         modules[module] = layer.adapters, index
     return modules | heads
+
+
+def is_on_another_rank(model: Model, module: str) -> bool:
+    """Whether the layers of another stage have a module that an adapter names."""
+    inner, config = inner_name(module), model.config
+    names = module, f"{config.base_prefix}{inner}", f"{config.name_prefix}{inner}"
+    return any(model.is_of_another_rank(f"{name}.weight") for name in names)
 
 
 def explored_modules(model: Model) -> Modules:

@@ -10,7 +10,7 @@ first put there.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from ...kernels.cpu.native.weights import HugePages
 from ...kernels.lora import LORA_BLOCK, first_blocks
 from ..weights.lora_files import Adapted, AdapterWeights
+from ..weights.table import Part
 
 # Up to this rank the memory is in huge pages, which a step with few rows reads faster, and is
 # allocated at once. Higher ranks may be far above those of the adapters.
@@ -81,13 +82,16 @@ class LinearAdapters:
         slices: list[int],
         dtype: torch.dtype,
         is_common: bool = True,
+        parts: Sequence[Part | None] = (),
     ):
-        """slices: the outputs of each projection. is_common: whether most adapters have weights
-        here.
+        """in_features and slices, the outputs of each projection, are those of this rank, and
+        `parts` what it keeps of each projection's weight, if not all. is_common: whether most
+        adapters have weights here.
         """
         self.add_lora = ops.add_lora
         self.rows = rows
         self.slices = slices
+        self._parts = parts or [None] * len(slices)
         self._first = first_blocks(slices)
         device = rows.device
         shape = max_loras, len(slices)
@@ -118,7 +122,10 @@ class LinearAdapters:
             )
 
     def adapted(self, index: int) -> Adapted:
-        return Adapted(self.a.shape[-1], self.slices[index])
+        part = self._parts[index]
+        own = torch.empty(self.slices[index], self.a.shape[-1], device="meta")
+        outputs, inputs = own.shape if part is None else part.stored_shape(own)
+        return Adapted(inputs, outputs, part=part)
 
     def put(self, place: int, index: int, weights: AdapterWeights) -> None:
         """Puts the adapter of projection `index` into a place, which has been cleared."""

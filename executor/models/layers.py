@@ -7,7 +7,7 @@ the factory, never to branches in a model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from ..device import free_bytes
 from ..groups.expert_group import ALL_EXPERTS, ExpertGroup
 from ..groups.tensor_group import ALONE, TensorGroup
 from ..weights.packed_rows import PackedRows, copy_weights
-from ..weights.table import Rearranged, RowOrder, Slice, Weight, kept_part, stored_shape
+from ..weights.table import Part, Rearranged, RowOrder, Slice, Weight, kept_part, stored_shape
 from .adapters import AdapterRows, EmbeddingAdapters, LinearAdapters
 from .images import ImageReader
 from .layer_registry import Layer, choose_layer
@@ -202,11 +202,11 @@ class LayerFactory:
         rows of a head). Where a shard has fewer units than there are ranks, several ranks have the
         same unit. takes_adapters: whether LoRA applies, where the model's layers have adapters.
         orders: which rows of a shard this rank keeps (kept_rows), where that is not a whole range.
-        Such a layer takes no adapters. is_divided: if not, every rank keeps all rows.
+        is_divided: if not, every rank keeps all rows.
         """
         group = self.group if is_divided else ALONE
         own: dict[str, int] = {}
-        parts: list[Slice | RowOrder | None] = []
+        parts: list[Part | None] = []
         for name, count in shards.items():
             order = orders.get(name)
             if order is not None:
@@ -216,7 +216,6 @@ class LayerFactory:
             begin, end = group.range_of(count, unit)
             own[name] = end - begin
             parts.append(Slice(0, begin, end, count) if group.size > 1 else None)
-        takes_adapters = takes_adapters and not orders
         rows = sum(own.values())
         weight = self.parameter(rows, in_features)
         return Linear(
@@ -224,7 +223,7 @@ class LayerFactory:
             weight,
             self.parameter(rows) if bias else None,
             self._packer(weight, self._bits),
-            self._adapters(in_features, list(own.values())) if takes_adapters else None,
+            self._adapters(in_features, list(own.values()), parts) if takes_adapters else None,
             parts,
         )
 
@@ -271,13 +270,16 @@ class LayerFactory:
             return self.linear(in_features, shards, bias, takes_adapters=takes_adapters)
         begin, end = self.group.range_of(in_features)
         weight = self.parameter(out_features, end - begin)
+        part = Slice(1, begin, end, in_features)
+        adapters = self._adapters(end - begin, [out_features], [part]) if takes_adapters else None
         return RowLinear(
             {name: out_features},
             weight,
             self.parameter(out_features) if bias else None,
             self._packer(weight, self._bits),
-            Slice(1, begin, end, in_features),
+            part,
             self.group,
+            adapters,
         )
 
     def whole_linear(self, name: str, in_features: int, out_features: int) -> Linear:
@@ -323,23 +325,24 @@ class LayerFactory:
         self, name: str, vocab_size: int, hidden_size: int, head: str | None = None
     ) -> Embedding:
         """Makes an embedding. head: the name of an output head with its weight (`tied_head`)."""
-        tie = None if head is None else partial(self._tie, head)
-        if self.group.size > 1:
-            begin, end = self.group.even_range(vocab_size)
-            weight = self.parameter(end - begin, hidden_size)
-            part = Slice(0, begin, end, vocab_size)
-            return PartEmbedding(name, weight, self.ops, tie, part, self.group)
         adapters = None
         if self._loras is not None and self.adapter_rows is not None:
             sizes = self._loras.max_loras, self._loras.max_lora_rank
             shape = vocab_size, hidden_size
             adapters = EmbeddingAdapters(self.ops, self.adapter_rows, *sizes, shape, self.dtype)
+        if self.group.size > 1:
+            begin, end = self.group.even_range(vocab_size)
+            weight = self.parameter(end - begin, hidden_size)
+            part = Slice(0, begin, end, vocab_size)
+            tie = None if head is None else partial(self._tie, head, part)
+            return PartEmbedding(name, weight, self.ops, tie, part, self.group, adapters)
+        tie = None if head is None else partial(self._tie, head, None)
         weight = self.parameter(vocab_size, hidden_size)
         return Embedding(name, weight, self.ops, tie, adapters)
 
-    def _tie(self, name: str, embedding: Embedding) -> TiedHead:
+    def _tie(self, name: str, part: Slice | None, embedding: Embedding) -> TiedHead:
         weight = embedding.weight
-        adapters = self._adapters(weight.shape[1], [len(weight)], is_common=False)
+        adapters = self._adapters(weight.shape[1], [len(weight)], [part], is_common=False)
         return TiedHead(name, embedding, self._packer(weight, self._head_bits), adapters)
 
     def tied_head(self, embedding: Embedding) -> Linear | GatheredHead:
@@ -358,9 +361,10 @@ class LayerFactory:
         packer = self._packer(weight, self._head_bits)
         if self.group.size > 1:
             part = Slice(0, begin, end, out_features)
-            own = Linear({name: end - begin}, weight, None, packer, parts=[part])
+            adapters = self._adapters(in_features, [end - begin], [part], is_common=False)
+            own = Linear({name: end - begin}, weight, None, packer, adapters, [part])
             return GatheredHead(own, out_features, self.group)
-        adapters = self._adapters(in_features, [out_features], is_common=False)
+        adapters = self._adapters(in_features, [out_features], [None], is_common=False)
         return Linear({name: out_features}, weight, None, packer, adapters)
 
     @property
@@ -368,13 +372,19 @@ class LayerFactory:
         return self._bits and HEAD_BITS
 
     def _adapters(
-        self, in_features: int, slices: list[int], is_common: bool = True
+        self,
+        in_features: int,
+        slices: list[int],
+        parts: Sequence[Part | None],
+        is_common: bool = True,
     ) -> LinearAdapters | None:
-        """Makes the adapters of a linear layer; None where the model takes none."""
+        """Makes the adapters of a linear layer; None where the model takes none. See LinearAdapters
+        for the arguments.
+        """
         if self._loras is None or self.adapter_rows is None:
             return None
         sizes = self._loras.max_loras, self._loras.max_lora_rank, in_features, slices
-        return LinearAdapters(self.ops, self.adapter_rows, *sizes, self.dtype, is_common)
+        return LinearAdapters(self.ops, self.adapter_rows, *sizes, self.dtype, is_common, parts)
 
     def block(
         self, built_in: type, config: DecoderConfig, layer: int, *args: Any, **kw: Any
@@ -478,9 +488,7 @@ class LayerFactory:
         return Packer(partial(pack, **options), from_parts, from_arrays, self.ops.pack_gguf_linear)
 
 
-def _part_of(
-    values: torch.Tensor | PackedRows, part: Slice | RowOrder | Rearranged
-) -> torch.Tensor | PackedRows:
+def _part_of(values: torch.Tensor | PackedRows, part: Part) -> torch.Tensor | PackedRows:
     if isinstance(values, torch.Tensor):
         return part.of(values)
     assert isinstance(part, RowOrder)  # quantized weights are not divided (ipc/models/ranks.py)

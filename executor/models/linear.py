@@ -21,7 +21,7 @@ from ...kernels.cpu.native.program import is_recording, part_ids
 from ..device import copy_mapped, release_mapped
 from ..groups.tensor_group import TensorGroup
 from ..weights.packed_rows import PackedRows, pack_blocks
-from ..weights.table import Rearranged, RowOrder, Slice, Weight
+from ..weights.table import Part, RowOrder, Slice, Weight
 from .adapters import EmbeddingAdapters, LinearAdapters
 
 # (name in the checkpoint, the tensor that it fills: a whole parameter, or a view of merged rows)
@@ -59,7 +59,7 @@ class Linear:
         bias: torch.Tensor | None,
         packer: Packer,
         adapters: LinearAdapters | None = None,
-        parts: Sequence[Slice | RowOrder | Rearranged | None] = (),
+        parts: Sequence[Part | None] = (),
     ):
         """adapters: those of LoRA. parts: what this rank keeps of each shard, if not all, or the
         order, if not the stored one.
@@ -103,10 +103,16 @@ class Linear:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[R, in_features] -> [R, sum of rows] f32"""
+        return self._in_fp32(x, is_logits=True)
+
+    def _in_fp32(self, x: torch.Tensor, *, is_logits: bool) -> torch.Tensor:
+        """[R, in_features] -> [R, sum of rows] f32. is_logits: of the rows whose logits are
+        computed, else of all rows of the step.
+        """
         multiply = getattr(self._multiply, "logits", None)
         y = self._multiply(x).float() if multiply is None else multiply(x)
         if self.adapters is not None:
-            self.adapters.add(y, x, is_logits=True)
+            self.adapters.add(y, x, is_logits=is_logits)
         return y
 
     def fill(self, tensor: Weight, values: torch.Tensor | PackedRows) -> None:
@@ -219,8 +225,9 @@ class RowLinear(Linear):
         packer: Packer,
         part: Slice,
         group: TensorGroup,
+        adapters: LinearAdapters | None = None,
     ):
-        super().__init__(shards, weight, bias, packer, parts=[part])
+        super().__init__(shards, weight, bias, packer, adapters, [part])
         self._group = group
 
     def pack(self) -> None:
@@ -231,7 +238,7 @@ class RowLinear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, this rank's in_features] -> [T, out_features], the same on all ranks"""
-        return self._group.all_reduce(super().logits(x), x.dtype)
+        return self._group.all_reduce(self._in_fp32(x, is_logits=False), x.dtype)
 
 
 class TiedHead(Linear):
@@ -292,14 +299,16 @@ class Embedding:
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden_size]"""
-        y = (
-            self._embedding(token_ids, self.weight)
-            if self._look_up is None
-            else self._look_up(token_ids)
-        )
+        y = self._rows(token_ids)
         if self.adapters is not None:
             self.adapters.add(y, token_ids)
         return y
+
+    def _rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> the rows of the table [T, hidden_size]"""
+        if self._look_up is None:
+            return self._embedding(token_ids, self.weight)
+        return self._look_up(token_ids)
 
     def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
         """Fills the table, if no tied head holds it. Blocks of a GGUF file are kept."""
@@ -345,7 +354,7 @@ class MappedTable(Embedding):
 
 
 class PartEmbedding(Embedding):
-    """The rows of a part of the table."""
+    """The rows of a part of the table. Every rank has its adapters whole."""
 
     def __init__(
         self,
@@ -355,18 +364,19 @@ class PartEmbedding(Embedding):
         tie: Callable[[Embedding], TiedHead] | None,
         part: Slice,
         group: TensorGroup,
+        adapters: EmbeddingAdapters | None = None,
     ):
-        super().__init__(name, weight, ops, tie, part=part)
+        super().__init__(name, weight, ops, tie, adapters, part)
         self._begin, self._count, self._group = part.begin, len(weight), group
 
-    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def _rows(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden_size], the same on all ranks"""
         if is_recording():
-            part = super().__call__(part_ids(token_ids, self._begin))
+            part = super()._rows(part_ids(token_ids, self._begin))
         else:
             rows = token_ids - self._begin
             is_elsewhere = (rows < 0) | (rows >= self._count)
-            found = super().__call__(rows.masked_fill(is_elsewhere, 0))
+            found = super()._rows(rows.masked_fill(is_elsewhere, 0))
             part = found.masked_fill(is_elsewhere[:, None], 0)
         return self._group.all_reduce(part, part.dtype)
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ...ipc.config import EngineConfig
+from ...ipc.lora import LoRARequest
 from ...ipc.messages import Failed, Message
 from ...ipc.params import StructuredOutputsParams
 from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
@@ -105,11 +106,18 @@ class CheckGrammar(Message, tag="grammar", frozen=True):
     owner: str
 
 
+class ReadLora(Message, tag="lora", frozen=True):
+    """Reads an adapter beside steps."""
+
+    number: int
+    request: LoRARequest
+
+
 class Leave(Message, tag="leave", frozen=True):
     """Tells a rank to end; it is the last message."""
 
 
-Command = Configure | Step | Call | MoveBlocks | CheckGrammar | Leave
+Command = Configure | Step | Call | MoveBlocks | CheckGrammar | ReadLora | Leave
 
 # ---------------------------------------------------------------- from a rank
 
@@ -169,9 +177,12 @@ class Loading(Message, tag="loading", frozen=True):
     fraction: float
 
 
-class GrammarChecked(Message, tag="checked", frozen=True):
+class Answer(Message, tag="answer", frozen=True):
+    """Answers what is computed beside steps: a CheckGrammar or ReadLora with this number."""
+
     number: int
     failure: Failed | None = None
+    value: str = ""  # of a ReadLora: the stamp of the files
 
 
-Reply = StepDone | Result | OffloadOpened | Kept | Trace | Loading | GrammarChecked | Failed
+Reply = StepDone | Result | OffloadOpened | Kept | Trace | Loading | Answer | Failed

@@ -32,17 +32,18 @@ from .local_ranks import LocalRanks
 from .measuring import open_swap_space
 from .messages import (
     MAX_MESSAGE_BYTES,
+    Answer,
     Call,
     CheckGrammar,
     Command,
     Configure,
-    GrammarChecked,
     Kept,
     Leave,
     Loading,
     MoveBlocks,
     OffloadOpened,
     RankLostError,
+    ReadLora,
     Reply,
     Result,
     Sampled,
@@ -118,8 +119,9 @@ class MultiprocExecutor:
         self._sampled: list[Sampled] = []  # what was not sent to the ranks yet
         self._encoder = MessageEncoder(MAX_MESSAGE_BYTES)
         self._decoders = [MessageDecoder(Reply, MAX_MESSAGE_BYTES) for _ in range(size)]
-        self._checks: dict[int, tuple[int, Future[None]]] = {}  # number -> (replies left, future)
-        self._num_checks = 0
+        # what ranks do beside steps: number -> the values of those that have answered, future
+        self._asked: dict[int, tuple[dict[int, str], Future[Any]]] = {}
+        self._num_asked = 0
         self._report: Callable[[str, float], None] = _report_nothing
         # guards what the reading thread writes: replies, checks and the failure
         self._arrived = threading.Condition()
@@ -252,29 +254,27 @@ class MultiprocExecutor:
         self, params: StructuredOutputsParams, *, is_known: bool = False, owner: str = ""
     ) -> Future[None]:
         """See Executor. Every rank compiles it."""
-        future: Future[None] = Future()
-        with self._arrived:
-            self._num_checks += 1
-            number = self._num_checks
-            self._checks[number] = self.size, future
+        number, future = self._note_asked()
         self._send(CheckGrammar(number, params, is_known, owner))
         return future
 
     def read_lora(self, request: LoRARequest) -> Future[str]:
-        """Adapters are not supported; check_ranks refuses enable_lora."""
-        raise _no_adapters()
+        """See Executor. Every rank reads the files, and keeps its part."""
+        number, future = self._note_asked()
+        self._send(ReadLora(number, request))
+        return future
 
     def add_lora(self, request: LoRARequest) -> bool:
-        """See read_lora."""
-        raise _no_adapters()
+        """See Executor."""
+        return all(self._call("add_lora", request))
 
     def remove_lora(self, lora_int_id: int) -> bool:
-        """See read_lora."""
-        raise _no_adapters()
+        """See Executor."""
+        return all(self._call("remove_lora", lora_int_id))
 
     def list_loras(self) -> set[int]:
-        """There are none."""
-        return set()
+        """See Executor."""
+        return set(self._call("list_loras")[0])
 
     def execute_dummy_batch(self) -> None:
         """See Executor."""
@@ -324,6 +324,14 @@ class MultiprocExecutor:
         self.ranks.end(timeout_s)
 
     # ------------------------------------------------------------ commands and replies
+
+    def _note_asked(self) -> tuple[int, Future[Any]]:
+        """The number of what all ranks are asked to do beside steps, and its future result."""
+        future: Future[Any] = Future()
+        with self._arrived:
+            self._num_asked += 1
+            self._asked[self._num_asked] = {}, future
+            return self._num_asked, future
 
     def _send(self, command: Command) -> None:
         self._require_alive()
@@ -392,11 +400,11 @@ class MultiprocExecutor:
             if self._failure is not None:
                 return
             self._failure = cause
-            checks, self._checks = list(self._checks.values()), {}
+            asked, self._asked = list(self._asked.values()), {}
             on_failure = self._on_failure
             self._arrived.notify_all()
         self.ranks.interrupt()
-        for _, future in checks:
+        for _, future in asked:
             future.set_exception(RuntimeError(cause))
         if on_failure is not None:
             on_failure(cause)
@@ -410,24 +418,25 @@ class MultiprocExecutor:
                 with self._arrived:
                     self._progress.append(reply)
                     self._arrived.notify_all()
-        elif isinstance(reply, GrammarChecked):
-            self._on_checked(reply)
+        elif isinstance(reply, Answer):
+            self._on_answer(rank, reply)
         else:
             with self._arrived:
                 self._replies[rank].append(reply)
                 self._arrived.notify_all()
 
-    def _on_checked(self, reply: GrammarChecked) -> None:
+    def _on_answer(self, rank: int, reply: Answer) -> None:
+        """The result is the text of all ranks. The first failure counts."""
         with self._arrived:
-            found = self._checks.pop(reply.number, None)
-            if found is None:
+            values, future = self._asked.get(reply.number, ({}, None))
+            if future is None:
                 return
-            num_left, future = found
-            if reply.failure is None and num_left > 1:
-                self._checks[reply.number] = num_left - 1, future
+            values[rank] = reply.value
+            if reply.failure is None and len(values) < self.size:
                 return
+            del self._asked[reply.number]
         if reply.failure is None:
-            future.set_result(None)
+            future.set_result("|".join(values[rank] for rank in range(self.size)))
         else:
             future.set_exception(unpack_exception(reply.failure, RuntimeError))
 
@@ -445,10 +454,6 @@ class PendingRanks:
         while not self.output.done():
             self._finish_oldest()
         return self.output.result()
-
-
-def _no_adapters() -> InvalidParameterError:
-    return InvalidParameterError("lora_request", "several ranks take no adapters")
 
 
 def _report_nothing(stage: str, fraction: float) -> None:

@@ -2,8 +2,8 @@
 
 Must not know: the scheduler, clients, how many steps are under way.
 
-It runs a Worker, with its part of every layer, and answers each command but CheckGrammar before it
-reads the next one.
+It runs a Worker, with its part of every layer, and answers each command before it reads the next
+one, but CheckGrammar and ReadLora, which another thread does.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidParameterError
 from ...ipc.failures import pack_exception
 from ...ipc.log_format import FORMATS, configure_logging
+from ...ipc.lora import LoRARequest
 from ...ipc.machine import available_cores
 from ...ipc.process import STACKS_SIGNAL, die_with_parent, read_key
 from ...ipc.step_messages import ModelRunnerOutput
 from .messages import (
     MAX_MESSAGE_BYTES,
+    Answer,
     Call,
     CheckGrammar,
     Command,
     Configure,
-    GrammarChecked,
     Kept,
     Leave,
     Loading,
     MoveBlocks,
     OffloadOpened,
     RankEnds,
+    ReadLora,
     Reply,
     Result,
     Step,
@@ -118,7 +120,7 @@ class Rank:
     CALLS = frozenset(
         {"determine_num_blocks", "initialize_kv_cache", "execute_dummy_batch", "collective_rpc"}
         | {"plan_swap_space", "open_swap_space", "run_pass"}
-        | {"start_trace", "check_health"}
+        | {"start_trace", "check_health", "remove_lora", "list_loras"}
     )
 
     def __init__(self, links: RankLinks, num_threads: int):
@@ -149,7 +151,11 @@ class Rank:
             number = command.number
             params, is_known, owner = command.params, command.is_known, command.owner
             check = self._worker.check_grammar(params, is_known=is_known, owner=owner)
-            check.add_done_callback(lambda check: self._reply(_checked(number, check)))
+            check.add_done_callback(lambda check: self._reply(_answer(number, check)))
+        elif isinstance(command, ReadLora):
+            of_lora = command.number
+            read = self._worker.read_lora(command.request)
+            read.add_done_callback(lambda read: self._reply(_answer(of_lora, read)))
         elif isinstance(command, Configure):
             self._configure(command.config)
             self._reply(Result())
@@ -180,6 +186,8 @@ class Rank:
             return Result([num_bytes, worker.burst_weights_bytes, *rooms])
         if call.method == "initialize_offload":
             return open_offload(worker)
+        if call.method == "add_lora":
+            return Result(worker.add_lora(msgspec.convert(call.args[0], LoRARequest)))
         if call.method not in self.CALLS:
             raise ValueError(f"a rank has no method {call.method!r}")
         return Result(getattr(worker, call.method)(*call.args))
@@ -243,9 +251,10 @@ def digest_of(output: ModelRunnerOutput) -> int:
     return zlib.crc32(msgspec.msgpack.encode(decided))
 
 
-def _checked(number: int, check: Future[None]) -> GrammarChecked:
-    error = check.exception()
-    return GrammarChecked(number, None if error is None else pack_exception(error))
+def _answer(number: int, done: Future[Any]) -> Answer:
+    if (error := done.exception()) is not None:
+        return Answer(number, pack_exception(error))
+    return Answer(number, value=done.result() or "")
 
 
 def share_cores(rank: int, size: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from ...ipc.models.gguf import READABLE_TYPES, GGUFFile, GGUFTensor, is_gguf, re
 from ...ipc.models.lora_config import CONFIG_NAME, LoraConfig, parse_lora_config
 from ...kernels.lora import in_blocks
 from .packed_rows import PackedRows
+from .table import Part, Slice
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
@@ -38,15 +39,18 @@ _GGUF_TYPE_KEY, _GGUF_ALPHA_KEY = "adapter.type", "adapter.lora.alpha"
 
 
 class Adapted(NamedTuple):
-    """A module that may have an adapter."""
+    """A module that may have an adapter, whole."""
 
     in_features: int  # for an embedding, the size of the vocabulary
     out_features: int
     is_embedding: bool = False
+    part: Part | None = None  # what a rank keeps of the module's weight, if not all
 
 
 class AdapterWeights(NamedTuple):
-    """The adapter of one module, in the layout that add_lora and add_lora_embedding take."""
+    """The adapter of one module, in the layout that add_lora and add_lora_embedding take; of what a
+    rank keeps, its inputs or its outputs.
+    """
 
     a: torch.Tensor  # [rank, in_features]; of an embedding [in_features, rank]
     b: torch.Tensor  # [blocks, rank, LORA_BLOCK]: kernels.lora.in_blocks
@@ -65,6 +69,16 @@ class _Pair(NamedTuple):
     scale: float
     name: str  # of A, for messages
 
+    def kept(self, part: Part | None) -> _Pair:
+        """What a rank needs of it that keeps this part of the weight: some columns of A, or some
+        rows of B.
+        """
+        if part is None:
+            return self
+        if isinstance(part, Slice) and part.dim:
+            return self._replace(a=part.of(self.a))
+        return self._replace(b=part.of(self.b))
+
 
 def read_adapter(
     path: Path,
@@ -72,33 +86,37 @@ def read_adapter(
     heads: tuple[int, int],
     max_rank: int,
     dtype: torch.dtype,
+    is_elsewhere: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, AdapterWeights]:
     """Reads the adapter's weights by the names of `modules`, which are those of the model.
 
     `path` is a directory in PEFT's format or a GGUF file. `heads` are the numbers of query heads
-    and of key heads.
+    and of key heads. is_elsewhere: whether another rank has the module of this name.
 
     Raises ModelLoadError, naming file and tensor, for an adapter that is malformed, not supported,
     of another model, or of a higher rank than `max_rank`.
     """
     is_file = is_gguf(path)
     pairs = _read_gguf(path, heads) if is_file else _read_peft(path)
-    named = {_inner(name): name for name in modules}
+    named = {inner_name(name): name for name in modules}
     found: dict[str, AdapterWeights] = {}
+    is_empty = True
     with _as_one_sentence(path):
         for module, pair in pairs:
-            name = named.get(_inner(module))
+            name, is_empty = named.get(inner_name(module)), False
+            if name is None and is_elsewhere(module):
+                continue
             if name is None:
                 raise ModelLoadError(f"{path}: {pair.name:.200}: {_no_place(module)}")
             if name in found:
                 raise ModelLoadError(f"{path}: {pair.name:.200}: the module has two adapters")
             found[name] = _checked(path, pair, modules[name], max_rank, dtype)
-    if not found:
+    if is_empty:
         raise ModelLoadError(f"{path}: the adapter has no tensors")
     return found
 
 
-def _inner(name: str) -> str:
+def inner_name(name: str) -> str:
     """The name of a module without the prefix that an outer model puts in front."""
     while name.startswith(_OUTER):
         name = name.partition(".")[2]
@@ -126,8 +144,9 @@ def _checked(
         raise ModelLoadError(
             f"{path}: {pair.name:.200}: its rank {rank} is higher than max_lora_rank={max_rank}"
         )
-    a = (pair.a.t() if module.is_embedding else pair.a).to(dtype).contiguous()
-    b = in_blocks(pair.b.to(dtype))
+    own = pair.kept(module.part)
+    a = (own.a.t() if module.is_embedding else own.a).to(dtype).contiguous()
+    b = in_blocks(own.b.to(dtype))
     if not (torch.isfinite(a.sum()) and torch.isfinite(b.sum()) and math.isfinite(pair.scale)):
         raise ModelLoadError(f"{path}: {pair.name:.200}: A or B is not finite in {dtype}")
     # contiguous() returns views of the file where nothing was converted

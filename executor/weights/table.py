@@ -55,6 +55,9 @@ class Rearranged(NamedTuple):
         return list(self.shape)
 
 
+Part = Slice | RowOrder | Rearranged
+
+
 class Weight(torch.Tensor):
     """A tensor of the weight-name table that LayerFactory.fill does not just copy values into:
     `layer` takes them (its method fill), a rank keeps a `part` of them or has them in another
@@ -74,7 +77,7 @@ class Weight(torch.Tensor):
         tensor: torch.Tensor,
         layer: Any = None,
         shard: int = 0,
-        part: Slice | RowOrder | Rearranged | None = None,
+        part: Part | None = None,
         offset: float = 0.0,
     ):
         self.layer, self.shard, self.part, self.offset = layer, shard, part, offset

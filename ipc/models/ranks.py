@@ -138,7 +138,6 @@ def check_ranks(config: EngineConfig) -> None:
             f"device={config.device_config.device} and distributed_executor_backend=ray, whose "
             "ranks run on CPUs",
         ),
-        (config.lora_config.enable_lora, "enable_lora"),
         (config.scheduler_config.speculative_config is not None, "speculative_config"),
         (config.load_config.packed_weights_cache is not None, "packed_weights_cache"),
         (config.model_config.runner == "pooling", "runner=pooling"),

@@ -17,6 +17,7 @@ from quire.executor.ranks.offload import RanksOffload
 from quire.executor.ranks.rank import move_blocks, open_offload, run_step
 from quire.executor.ranks.shared_links import shared_group
 from quire.executor.worker import Worker
+from quire.ipc.lora import LoRARequest
 from quire.ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from quire.tests.executor.driver import make_config
 
@@ -100,6 +101,9 @@ class RankThreads:
         return [
             one for part in self.on_each(lambda r: r.collective_rpc(method, *args)) for one in part
         ]
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        return all(self.on_each(lambda rank: rank.add_lora(request)))
 
     def submit_model(self, output: SchedulerOutput) -> PendingRanks:
         """Begins a step. Results are asked for in the order of the steps."""

@@ -20,12 +20,16 @@ from quire.executor.ranks.messages import StepDone
 from quire.executor.ranks.multiproc_executor import MultiprocExecutor
 from quire.ipc.config import EngineConfig
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
+from quire.ipc.lora import LoRARequest
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.ipc.step_messages import SchedulerOutput
 from quire.kernels.cpu.native.library import library
 from quire.tests.core.engine_loop import Answer, collect, greedy, make_request, run, step
 from quire.tests.executor.driver import Driver, generate, make_config, start_executor
 from quire.tests.executor.rank_threads import RankThreads
+from quire.tests.lora_adapters import PROJECTIONS, adapted_weights, random_pairs, write_peft
+
+LORA = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 2, "max_lora_rank": 8}
 
 
 def start(config: EngineConfig) -> MultiprocExecutor:
@@ -38,7 +42,7 @@ def start(config: EngineConfig) -> MultiprocExecutor:
 
 @pytest.fixture(scope="module")
 def ranks(tiny) -> Iterator[MultiprocExecutor]:
-    executor = start(make_config(tiny("qwen2"), tensor_parallel_size=2))
+    executor = start(make_config(tiny("qwen2"), tensor_parallel_size=2, **LORA))
     yield executor
     executor.shutdown()
 
@@ -111,6 +115,28 @@ def test_one_native_call_has_the_bits_of_single_operations(tiny, kind, size, arg
     finally:
         native.shutdown()
         one_by_one.shutdown()
+
+
+def test_every_rank_has_its_part_of_an_adapter(ranks, tiny, tmp_path) -> None:
+    one, modules = start_executor(tiny("qwen2"), **LORA), (*PROJECTIONS, "lm_head")
+    pairs = random_pairs(adapted_weights(tiny("qwen2"), modules), size=0.1)
+    adapter = LoRARequest("a", 1, str(write_peft(tmp_path / "a", pairs)))
+    stamp = ranks.read_lora(adapter).result(60)
+    assert stamp == "|".join([one.read_lora(adapter).result(60)] * 2)
+    tokens = []
+    for executor in (ranks, one):
+        assert executor.add_lora(adapter) and executor.list_loras() == {1}
+        driver = Driver(executor)
+        rows = [driver.add("r", [5, 9, 2], lora_request=adapter), driver.add("s", [5, 9, 2])]
+        driver.run(12)
+        slots = [row.slot for row in rows]
+        executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=slots))
+        tokens.append([row.output for row in rows])
+        assert executor.remove_lora(1) and executor.list_loras() == set()
+    assert tokens[0] == tokens[1] and tokens[0][0] != tokens[0][1]
+    with pytest.raises(InvalidParameterError, match="lora_path: .* has no adapter_config.json"):
+        ranks.read_lora(LoRARequest("b", 2, str(tmp_path))).result(60)
+    assert ranks.remove_lora(2)  # what was read, with its failure
 
 
 def test_several_steps_are_one_call(ranks, tiny) -> None:

@@ -40,7 +40,6 @@ def of_family(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "arguments", "words"),
     [
-        ("qwen2", {"enable_lora": True}, "must be 1 with enable_lora, got 2"),
         ("qwen2", {"speculative_config": {"method": "ngram"}}, "must be 1 with speculative_config"),
         ("qwen2", {"quantization": "int8", "packed_weights_cache": "auto"}, "packed_weights_cache"),
         ("qwen2", {"runner": "pooling"}, "must be 1 with runner=pooling"),
@@ -119,7 +118,5 @@ def test_ray(models, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     sys.modules["ray"].__spec__ = ModuleSpec("ray", None)
     check(pipeline_parallel_size=2)
-    with pytest.raises(InvalidParameterError, match="must be 1 with enable_lora"):
-        check(tensor_parallel_size=2, enable_lora=True)
     with pytest.raises(InvalidParameterError, match="must be 1 with device=cuda and .*=ray"):
         check(device="cuda", tensor_parallel_size=2)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import logging
 
-import torch
-
 from ..ipc.errors import InvalidParameterError
 from ..kernels import registry
 from .plugins import describe_module, is_of_plugin
@@ -113,8 +111,3 @@ def check_kv_cache_dtype(
             f"{kv_cache_dtype} is served by {SERVED_BY[kv_cache_dtype]}, or set "
             f"kernels={json.dumps(readers)}, which is slow",
         )
-
-
-def check_encoder(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise InvalidParameterError("device", "text encoders run on the CPU; set device=cpu")

@@ -30,7 +30,6 @@ from . import device as devices
 from .groups.expert_group import ALL_EXPERTS, ExpertGroup
 from .groups.tensor_group import ALONE, TensorGroup
 from .kernel_choice import (
-    check_encoder,
     check_kv_cache_dtype,
     check_latent_cache,
     check_quantization,
@@ -168,7 +167,6 @@ class ModelBuilder:
         self.shape = shape = self.kind.parse_config(model_config.hf_config)
         unread = unread_keys(model_config.hf_config)
         if isinstance(shape, EncoderConfig):
-            check_encoder(device)
             unread = []
         if self.kind.is_fallback:  # transformers reads all keys but those that only a GGUF file has
             unread = [key for key in unread if "." in key]

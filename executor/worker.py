@@ -413,7 +413,7 @@ class Worker:
         if self.device.type == "cpu":
             all_agree = self.group.all_agree
             return record_step(self.model, self.ops, self._limits, num_groups, all_agree)
-        if config.device_config.enforce_eager:
+        if config.device_config.enforce_eager or not self.model.has_head:  # nothing is decoded
             return None
         return self._make_graphs(CudaCapture())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quire.ipc.models.vision_config import VisionConfig
 from quire.ipc.models.vision_families import OF_CLIP, OF_IMAGENET
 from quire.tests.tiny_models import make_tiny_config, save_tiny_tokenizer
 
@@ -151,6 +152,26 @@ SIZES: dict[str, list[tuple[int, int]]] = {
     "lfm2_vl": [(64, 64), (128, 32), (32, 96)],
 }
 KINDS = tuple(_TOWER)
+
+
+_FAMILIES = {
+    "qwen3_vl_moe": "qwen3_vl",
+    "llava": "pixtral",
+    "smolvlm": "idefics3",
+    "internvl_normed": "internvl",
+}
+
+
+def tiny_vision_config(kind: str) -> VisionConfig:
+    """What describes the kind's encoder, without files."""
+    return VisionConfig(
+        family=_FAMILIES.get(kind, kind),
+        hidden_size=HIDDEN,
+        tower=_TOWER[kind],
+        whole=_WHOLE.get(kind, {}),
+        image_token_id=IMAGE_TOKEN,
+        unit=1,
+    )
 
 
 def make_tiny_vision_model(kind: str, seed: int = 0) -> Any:

@@ -173,9 +173,12 @@ class LayerFactory:
             and self.ops.chosen["pack_gguf_linear"] != "reference"
         )
 
-    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def parameter(
+        self, *shape: int, dtype: torch.dtype | None = None, is_on_host: bool = False
+    ) -> torch.Tensor:
+        device = torch.device("cpu") if is_on_host else self.device
         try:
-            parameter = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+            parameter = torch.empty(shape, dtype=dtype or self.dtype, device=device)
         except RuntimeError:  # torch's allocators raise it, with several lines of text
             raise NotEnoughMemoryError(
                 "model",

@@ -3,9 +3,9 @@ Dense modules, and the last activation.
 
 Must not know: requests, how rows are pooled.
 
-Everything is in fp32. A product gives a row the same bits whatever stands beside it. Other
-functions run on the rows of one request at a time, because their vector and scalar loops round
-differently.
+Everything is in fp32 and in host memory. A product gives a row the same bits whatever stands beside
+it. Other functions run on the rows of one request at a time, because their vector and scalar loops
+round differently.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class TokenScore(PoolingHead):
         """values: [vocab_size, hidden_size], or blocks of such a tensor"""
         if not isinstance(values, torch.Tensor):
             values = values.dequantized(tensor.dtype)
-        self._rows, self._whole = values[self._tokens].float(), None
+        self._rows, self._whole = values[self._tokens.to(values.device)].float(), None
 
     def __call__(self, blocks: list[Rows]) -> list[Rows]:
         if not self.layers:
@@ -129,7 +129,10 @@ def make_head(make: Any, head: Head) -> PoolingHead:
         [
             PoolingLayer(
                 layer,
-                {n: make.parameter(*shape, dtype=torch.float32) for n, shape in layer.shapes()},
+                {
+                    name: make.parameter(*shape, dtype=torch.float32, is_on_host=True)
+                    for name, shape in layer.shapes()
+                },
             )
             for layer in head
         ]

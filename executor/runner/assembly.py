@@ -110,7 +110,8 @@ def assemble(
         apply = in_turn(encode_images(model.encoder, model.images, state.images), apply)
     if state.tables is not None:
         buffers = forward.buffers if isinstance(forward, GraphedStep) else no_buffers
-        steps = _on_device(state, state.tables, run_pass, ops, special, apply, buffers)
+        types = model.num_token_types
+        steps = _on_device(state, state.tables, run_pass, ops, special, apply, buffers, types)
     else:
         tables = {"states": state.states, "images": state.images}
         make_inputs = StepInputMaker(batch, batch.block_size, model.num_token_types, **tables)
@@ -195,11 +196,12 @@ def _on_device(
     special: SpecialRows,
     apply: Apply,
     buffers: Callable[[int], Tensors | None],
+    num_token_types: int,
 ) -> _Steps:
     """Steps whose tables are on a device; a stage before the last one does not launch them."""
     batch, apply = state.batch, in_turn(apply, tables.note_differences)
     make_inputs = DeviceInputMaker(
-        tables, batch.block_size, ops, buffers, state.states, state.images
+        tables, batch.block_size, ops, buffers, num_token_types, state.states, state.images
     )
     plain = PlainStep(batch, make_inputs, run_pass, ops, special)
     look_ahead = LookAhead(batch, plain)

@@ -26,7 +26,7 @@ from ..input_batch import InputBatch
 from .cuda_graphs import Tensors
 from .image_table import ImageTable
 from .state_table import StateTable
-from .step_inputs import StepInputs, StepLayout, lay_out
+from .step_inputs import StepInputs, StepLayout, lay_out, token_types
 
 NUM_PARAMETERS = 8  # words of a slot, see gather_sampling_parameters, which reads the first six
 ADAPTER = 6  # the word with the place of the slot's LoRA adapter, or -1
@@ -147,10 +147,14 @@ class DeviceInputMaker:
         block_size: int,
         ops: Any,
         graph_buffers: Callable[[int], Tensors | None],
+        num_token_types: int = 0,
         states: StateTable | None = None,
         images: ImageTable | None = None,
     ):
-        """states: of a model that keeps any. images: of a model that reads any."""
+        """num_token_types: that a model distinguishes; 0: it takes none. states: of a model that
+        keeps any. images: of a model that reads any.
+        """
+        self._num_token_types = num_token_types
         self.tables, self._states, self._images = tables, states, images
         self.block_size = block_size
         self._prepare = ops.prepare_step_inputs
@@ -219,6 +223,11 @@ class DeviceInputMaker:
             images = self._images.columns(layout.slots, layout.num_computed, layout.query_lens)
             columns["image_rows"], columns["later_tokens"] = images.rows, images.later
             columns["position_offsets"] = images.offsets.ravel()
+        if self._num_token_types:
+            positions, slots = layout.of_tokens()
+            columns["token_types"] = token_types(
+                self.tables.batch, self._num_token_types, slots, positions
+            )
         return columns
 
     def prepare(self, layout: StepLayout, columns: dict[str, torch.Tensor]) -> StepInputs:
@@ -276,6 +285,7 @@ class DeviceInputMaker:
             sampled_rows=layout.sampled_rows,
             sampled_slots=layout.slots[layout.sampled_rows],
             logits_indices=columns["logits_indices"],
+            token_types=columns.get("token_types"),
         )
 
     def _state_rows(self, columns: dict[str, torch.Tensor]) -> StateRows | None:

@@ -121,6 +121,16 @@ def lay_out(scheduler_output: SchedulerOutput, num_tokens: np.ndarray) -> StepLa
     )
 
 
+def token_types(
+    batch: InputBatch, count: int, token_slots: np.ndarray, positions: np.ndarray
+) -> np.ndarray:
+    """[T] i32: 1 for the tokens of a pair's second text, where the model distinguishes `count` > 1
+    types.
+    """
+    second = batch.second_text_start[token_slots]
+    return ((count > 1) & (second > 0) & (positions >= second)).astype(np.int32)
+
+
 class StepInputMaker:
     """Makes inputs on a CPU; executor/runner/device_inputs.py does it on a GPU.
 
@@ -270,13 +280,10 @@ class StepInputMaker:
         return last.inputs
 
     def _token_types(self, token_slots: np.ndarray, positions: np.ndarray) -> torch.Tensor | None:
-        """[T] i32: 1 for the tokens of a pair's second text."""
         if not self._num_token_types:
             return None
-        if self._num_token_types == 1:
-            return torch.zeros(len(positions), dtype=torch.int32)
-        second = self.batch.second_text_start[token_slots]
-        return torch.from_numpy(((second > 0) & (positions >= second)).astype(np.int32))
+        types = token_types(self.batch, self._num_token_types, token_slots, positions)
+        return torch.from_numpy(types)
 
     def _image_rows(
         self, slots: np.ndarray, firsts: np.ndarray, counts: np.ndarray | None = None

@@ -16,6 +16,7 @@ if find_spec("triton") is not None:
         activation,
         altup,
         attention,
+        attention_encoder,
         kv_cache,
         latent,
         linear,

@@ -1,4 +1,4 @@
-"""Implements gated activations, scaling and adding in Triton.
+"""Implements activations, gated or not, scaling and adding in Triton.
 
 Must not know: models, requests.
 """
@@ -12,8 +12,40 @@ from .device import PLAIN, PRIORITY, TILE, is_cuda
 
 
 @triton.jit
+def _activated(x, KIND: tl.constexpr):
+    """x f32 -> the activation KIND of it, f32."""
+    if KIND == "gelu":
+        result = x * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
+        result = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif KIND == "silu":
+        result = x * tl.sigmoid(x)
+    else:
+        tl.static_assert(KIND == "relu" or KIND == "relu_squared")
+        result = tl.where(x <= 0.0, 0.0, x)  # NaN stays
+        if KIND == "relu_squared":
+            result = result * result
+    return result
+
+
+@triton.jit
+def activation_kernel(
+    x_ptr, out_ptr, token_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
+):
+    """x [T, SIZE] with strides, out [T, SIZE] contiguous. A program handles one block of one
+    token's row.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    x = tl.load(x_ptr + token * token_stride + column, mask=mask, other=0.0)
+    result = _activated(x.to(tl.float32), KIND).to(x.dtype)
+    tl.store(out_ptr + token * SIZE + column, result, mask=mask)
+
+
+@triton.jit
 def gate_kernel(
-    x_ptr, out_ptr, token_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
+    x_ptr, out_ptr, token_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr
 ):
     """x [T, 2 * SIZE] with strides, out [T, SIZE] contiguous. A program handles one block of one
     token's row.
@@ -24,10 +56,7 @@ def gate_kernel(
     gate_ptrs = x_ptr + token * token_stride + column
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + SIZE, mask=mask, other=0.0)
-    inner = gate
-    if GELU:  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    active = (gate * tl.sigmoid(inner)).to(up.dtype)
+    active = _activated(gate, KIND).to(up.dtype)
     tl.store(
         out_ptr + token * SIZE + column,
         (active.to(tl.float32) * up.to(tl.float32)).to(up.dtype),
@@ -37,21 +66,58 @@ def gate_kernel(
 
 @register("silu_and_mul", name="triton", predicate=is_cuda, priority=PRIORITY)
 def silu_and_mul(x: Tensor) -> Tensor:
-    return _gate(x, False)
+    return _gate(x, "silu")
 
 
 @register("gelu_tanh_and_mul", name="triton", predicate=is_cuda, priority=PRIORITY)
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
-    return _gate(x, True)
+    return _gate(x, "gelu_tanh")
 
 
-def _gate(x: Tensor, gelu: bool) -> Tensor:
+@register("gelu_and_mul", name="triton", predicate=is_cuda, priority=PRIORITY)
+def gelu_and_mul(x: Tensor) -> Tensor:
+    return _gate(x, "gelu")
+
+
+def _gate(x: Tensor, kind: str) -> Tensor:
     size = x.shape[1] // 2
     out = x.new_empty(len(x), size)
     block = min(TILE, triton.next_power_of_2(size))
     gate_kernel[len(x), triton.cdiv(size, block)](
-        x, out, x.stride(0), SIZE=size, BLOCK=block, GELU=gelu, **PLAIN
+        x, out, x.stride(0), SIZE=size, BLOCK=block, KIND=kind, **PLAIN
     )
+    return out
+
+
+@register("gelu", name="triton", predicate=is_cuda, priority=PRIORITY)
+def gelu(x: Tensor) -> Tensor:
+    return _activate(x, "gelu")
+
+
+@register("gelu_tanh", name="triton", predicate=is_cuda, priority=PRIORITY)
+def gelu_tanh(x: Tensor) -> Tensor:
+    return _activate(x, "gelu_tanh")
+
+
+@register("silu", name="triton", predicate=is_cuda, priority=PRIORITY)
+def silu(x: Tensor) -> Tensor:
+    return _activate(x, "silu")
+
+
+@register("relu", name="triton", predicate=is_cuda, priority=PRIORITY)
+def relu(x: Tensor) -> Tensor:
+    return _activate(x, "relu")
+
+
+@register("relu_squared", name="triton", predicate=is_cuda, priority=PRIORITY)
+def relu_squared(x: Tensor) -> Tensor:
+    return _activate(x, "relu_squared")
+
+
+def _activate(x: Tensor, kind: str) -> Tensor:
+    out = x.new_empty(x.shape)
+    grid, sizes = _grid(x)
+    activation_kernel[grid](x, out, x.stride(0), **sizes, KIND=kind, **PLAIN)
     return out
 
 

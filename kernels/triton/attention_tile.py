@@ -76,19 +76,29 @@ def with_sinks(sinks_ptr, heads, is_row):
 
 
 @triton.jit
-def online_softmax(scores, factor, values, largest, total, acc):
-    """Adds a tile to its rows' state.
+def softmax_step(scores, factor, largest, total):
+    """Adds a tile's logits, scores [M, TILE] times factor > 0, -inf where masked, to their rows'
+    largest logit in base 2 [M] and total [M].
 
-    The state is largest [M], the largest logit in base 2, and total [M] and acc [M, D], the sums of
-    exp2(logit - largest) and of that times the values. The logits are scores [M, TILE] times factor
-    > 0, -inf where masked; values [TILE, D].
+    -> both, the weights of the tile's values [M, TILE], and the factor of sums so far [M].
     """
     new_largest = tl.maximum(largest, tl.max(scores, 1) * factor)
     shrink = tl.exp2(largest - new_largest)
     weights = tl.exp2(tl.fma(scores, factor, -new_largest[:, None]))
-    total = tl.fma(total, shrink, tl.sum(weights, 1))
+    return new_largest, tl.fma(total, shrink, tl.sum(weights, 1)), weights, shrink
+
+
+@triton.jit
+def online_softmax(scores, factor, values, largest, total, acc):
+    """Adds a tile to its rows' state.
+
+    The state is largest [M], the largest logit in base 2, and total [M] and acc [M, D], the sums of
+    exp2(logit - largest) and of that times the values. The logits are those of softmax_step; values
+    [TILE, D].
+    """
+    largest, total, weights, shrink = softmax_step(scores, factor, largest, total)
     acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
-    return new_largest, total, acc
+    return largest, total, acc
 
 
 @triton.jit

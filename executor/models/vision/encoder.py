@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ....kernels.ops import AttentionMetadata, make_metadata
+from ...device import sent
 from ...model import ImageEncoder
 from ..layers import LayerFactory, Weights
 from .places import Grid, angles_of, make_grid, patches_of, positions_of
@@ -19,7 +20,9 @@ Run = Callable[[torch.Tensor, Places], list[torch.Tensor]]
 
 
 class VisionEncoder(ImageEncoder):
-    """Encodes images one after another, so that none changes another's bits."""
+    """Encodes images one after another, so that none changes another's bits. On a GPU an image is
+    one sequence of launches, and nobody waits for it.
+    """
 
     def __init__(self, model: VisionTower, run: Run, make: LayerFactory):
         """run: calls the model."""
@@ -30,7 +33,8 @@ class VisionEncoder(ImageEncoder):
         # of each value of a channel: [256, 3]
         values = torch.arange(256.0)[:, None] / 255
         values = (values - torch.tensor(tower.mean)) / torch.tensor(tower.std)
-        self._values = values.to(self.dtype)
+        self._values = values.to(self.dtype).to(self.device)
+        self._channels = torch.arange(3, device=self.device)
 
     @torch.inference_mode()
     def encode(self, images: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -49,6 +53,7 @@ class VisionEncoder(ImageEncoder):
         size, merge, layer = self.config.patch_size, self.config.merge, self.config.layer
         window = 0 if layer is None else layer.attention.window
         grid = make_grid(height // size, width // size, merge, window)
+        grid = grid._replace(order=sent(grid.order, self.device))
         results = self._run(self._patches(pixels, grid), self._places(grid))
         num_rows = len(grid.order) // (merge * merge)
         rows = torch.cat(
@@ -56,16 +61,16 @@ class VisionEncoder(ImageEncoder):
         )
         if grid.squares is None:
             return rows
-        return rows[grid.squares.argsort().to(self.device)]
+        return rows[sent(grid.squares.argsort(), self.device)]
 
     def _patches(self, pixels: torch.Tensor, grid: Grid) -> torch.Tensor:
         """[P, numbers of a patch] of the model's dtype, normalised"""
-        values = patches_of(pixels.cpu(), grid).long()
-        numbers = self._values[values, torch.arange(3)].flatten(1)
+        values = patches_of(sent(pixels.cpu(), self.device), grid).long()
+        numbers = self._values[values, self._channels].flatten(1)
         numbers = torch.cat([numbers] * self.config.frames, 1)
         if self.tower.class_token is not None:
             numbers = torch.cat((numbers, torch.zeros_like(numbers[:1])))
-        return numbers.to(self.device)
+        return numbers
 
     def _places(self, grid: Grid) -> Places:
         layer = self.config.layer
@@ -73,7 +78,7 @@ class VisionEncoder(ImageEncoder):
         if layer is not None and layer.attention.rope:
             attention = layer.attention
             sizes = attention.rope, attention.rope_theta, attention.head_dim
-            angles = [table.to(self.device) for table in angles_of(*sizes, grid)]
+            angles = angles_of(*sizes, grid)
         count = len(grid.order) + (self.tower.class_token is not None)
         whole = _texts([count], self.device)
         windows = whole if grid.squares is None else _texts(grid.lengths, self.device)
@@ -85,7 +90,6 @@ class VisionEncoder(ImageEncoder):
         table, kind, token = self.tower.table, self.config.positions, self.tower.class_token
         if table is None:
             return None
-        grid = grid._replace(order=grid.order.to(self.device))
         if token is None:
             return positions_of(kind, table, grid).to(self.dtype)
         added = positions_of(kind, table[0, 1:], grid)
@@ -105,6 +109,5 @@ def _texts(lengths: list[int], device: torch.device) -> AttentionMetadata:
     starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     tables = torch.zeros(len(lengths), 1, dtype=torch.int32)
     slots = torch.zeros(sum(lengths), dtype=torch.int64)
-    return make_metadata(
-        starts.to(device), counts.to(device), [tables], [slots], 0, lengths, lengths
-    )
+    starts, counts = sent(starts, device), sent(counts, device)
+    return make_metadata(starts, counts, [tables], [slots], 0, lengths, lengths)

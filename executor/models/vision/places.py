@@ -23,10 +23,13 @@ from ....ipc.models.vision_tower import (
     RESIZED,
     TABLE,
 )
+from ...device import sent
 
 
 class Grid(NamedTuple):
-    """An image's patches."""
+    """An image's patches. `order` may be on the encoder's device; what follows from it is there
+    too.
+    """
 
     rows: int
     columns: int
@@ -93,7 +96,7 @@ def positions_of(kind: str, table: torch.Tensor, grid: Grid) -> torch.Tensor:
             )
         return table[grid.order].float()
     if kind == BUCKETS:
-        row, column = (_buckets(count, side)[at] for count, at in _axes(grid))
+        row, column = (sent(_buckets(count, side), at.device)[at] for count, at in _axes(grid))
         return table[row * side + column].float()
     weights = {ALIGNED: _aligned_weights, RESIZED: _resizing_weights}[kind]
     by_row, by_column = weights(grid.rows, side), weights(grid.columns, side)
@@ -135,17 +138,18 @@ def _resizing_weights(count: int, side: int) -> torch.Tensor:
 
 
 def _weigh(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """weights [count, side] times rows [side, N] -> [count, N]. Each sum is in ascending order: it
-    has few terms, and its bits do not depend on the number of threads.
+    """weights [count, side], on the host, times rows [side, N] -> [count, N]. Each sum is in
+    ascending order: it has few terms, and its bits do not depend on the number of threads.
     """
-    weights = weights.to(rows.device)
     is_used = weights > 0
-    first, most = is_used.int().argmax(1), int(is_used.sum(1).max())
+    most = int(is_used.sum(1).max())
+    at = is_used.int().argmax(1, keepdim=True) + torch.arange(most)  # [count, most]
+    is_inside, at = at < len(rows), at.clamp(max=len(rows) - 1)
+    weights = sent(weights.gather(1, at) * is_inside, rows.device)
+    at = sent(at, rows.device)
     total = torch.zeros(len(weights), rows.shape[1], device=rows.device)
     for i in range(most):
-        at = (first + i).clamp(max=len(rows) - 1)
-        weight = weights.gather(1, at[:, None]) * (first + i < len(rows))[:, None]
-        total.addcmul_(weight, rows[at])
+        total.addcmul_(weights[:, i : i + 1], rows[at[:, i]])
     return total
 
 
@@ -156,10 +160,11 @@ def angles_of(kind: str, theta: float, head_dim: int, grid: Grid) -> list[torch.
     row, column = grid.row.float()[:, None], grid.column.float()[:, None]
     if kind == ALTERNATING:
         frequencies = theta ** -(torch.arange(0, head_dim, 2).float() / head_dim)
+        frequencies = sent(frequencies, row.device)
         angles = [torch.cat((row * frequencies[0::2], column * frequencies[1::2]), 1)]
     else:
         half = head_dim // 2
-        frequencies = theta ** -(torch.arange(0, half, 2).float() / half)
+        frequencies = sent(theta ** -(torch.arange(0, half, 2).float() / half), row.device)
         angles = [row * frequencies, column * frequencies]
         angles = angles[::-1] if kind == HALVES_OF_HEADS else [torch.cat(angles, 1)]
     return [torch.cat((angle.cos(), angle.sin()), 1) for angle in angles]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from quire.ipc.errors import InvalidParameterError
 from quire.kernels import registry
+from quire.tests.executor.on_device import LateCopies, keep_on_device
 from quire.tests.executor.pooling_core import pool, raw_rows, start_core
 from quire.tests.tiny_encoders import EMBEDDING_GEMMA, ENCODERS, save_tiny_encoder
 from quire.tests.tiny_models import save_tiny_model
@@ -122,6 +123,22 @@ def test_the_second_text_of_a_pair_has_another_type(encoder, kind):
         (own,) = pool(core, [text], "token_embed", use_activation=False, second_text_start=start)
         assert abs(own - other).max() < 1e-5
     core.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_on_a_device_the_bits_are_the_same(kind, monkeypatch, tmp_path):
+    """A cross-encoder whose tables and token types are on a device, as those of a GPU are."""
+    directory = save_tiny_encoder(tmp_path, kind, "AutoModelForSequenceClassification")
+    found = []
+    for is_on_device in (False, True):
+        if is_on_device:
+            keep_on_device(monkeypatch, LateCopies())
+        core = start_core(directory)
+        assert (core.executor.state.tables is not None) == is_on_device
+        pairs = pool(core, TEXTS[2:4], "classify", second_text_start=10)
+        found.append([x.tobytes() for x in pairs])
+        core.shutdown()
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "mpnet", "modernbert", "qwen2"])

@@ -108,12 +108,11 @@ class LLM(BlockingCalls):
         """Returns one RequestOutput per prompt, in the order of the prompts.
 
         prompts: one or several; each a string, a list of token ids, or a dict with `prompt` or
-        `prompt_token_ids`, and with `multi_modal_data`, {"image": [picture]}, where it has
-        placeholders of images. sampling_params: one for all, or one per prompt; None:
-        get_default_sampling_params(). trace_headers: the caller's trace context for all requests
-        (LLMEngine.add_request). lora_request: the adapter for all, or one per prompt, or None.
-        mm_processor_kwargs: replace keys of preprocessor_config.json for the prompts' images.
-        tokenization_kwargs: vLLM's; must be None.
+        `prompt_token_ids` and, for its placeholders, `multi_modal_data`, {"image": [picture]}.
+        sampling_params: one for all, or one per prompt; None: get_default_sampling_params().
+        trace_headers: the caller's trace context for all requests (LLMEngine.add_request).
+        lora_request: the adapter for all, or one per prompt. mm_processor_kwargs: replace keys of
+        preprocessor_config.json for the images. tokenization_kwargs: vLLM's; must be None.
 
         Raises InvalidParameterError before anything is submitted if a prompt or parameter is
         invalid. A request that fails inside the engine ends with finish_reason "error" and a

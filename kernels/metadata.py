@@ -90,10 +90,8 @@ def make_metadata(
     """Makes the metadata of a model whose groups of layers have these tables, one of each per
     group.
     """
-
     rows, lengths = (query_start_loc, seq_lens), (num_decodes, query_lens, seq_lens_list)
     pairs = [*zip(block_tables, slot_mappings, strict=True)]
     groups = tuple(AttentionMetadata(*rows, *pair, *lengths) for pair in pairs)
-    if len(groups) == 1:
-        groups = ()
+    groups = groups if len(pairs) > 1 else ()
     return AttentionMetadata(*rows, *pairs[0], *lengths, groups, adapters, states, images)

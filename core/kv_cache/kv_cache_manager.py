@@ -138,26 +138,22 @@ class KVCacheManager:
         At least one token remains to compute, since its logits are needed. A prompt that is cached
         to its end recomputes its last block.
         """
-        return self._find(request, most, ()).blocks
+        return self.find_kept(request, most, loads=False).blocks
 
-    def find_kept(self, request: Request, most: int = sys.maxsize) -> FoundBlocks:
-        """As get_computed_blocks, of blocks that the cache has or that can be loaded for a waiting
-        request.
-        """
-        kept = () if self.offload is None else self.offload.blocks_for(request)
-        return self._find(request, most, kept)
-
-    def _find(self, request: Request, most: int, kept: Container[bytes]) -> FoundBlocks:
-        """The longest beginning, of at most `most` blocks, of what the cache has or `kept` names
-        (name_in_group).
-        """
+    def find_kept(
+        self, request: Request, most: int = sys.maxsize, *, loads: bool = True
+    ) -> FoundBlocks:
+        """As get_computed_blocks; if `loads`, also what can be loaded for a waiting request."""
         most = min(most, (request.num_tokens - 1) // self.block_size)
         if not (most and self.enable_caching and request.reads_prefix_cache):
             return FoundBlocks(self.no_blocks())
+        kept = self.offload.blocks_for(request) if loads and self.offload is not None else ()
         return self._search(request.extend_block_hashes(self.block_size), most, kept)
 
     def _search(self, hashes: list[bytes], most: int, kept: Container[bytes]) -> FoundBlocks:
-        """See _find."""
+        """The longest beginning, of at most `most` blocks, of what the cache has or `kept` names
+        (name_in_group).
+        """
         windows, num_blocks = self.layout.windows, most
         before = -1
         while num_blocks != before:
@@ -201,7 +197,7 @@ class KVCacheManager:
         self, hashes: list[bytes], most: int, group: int, window: int, kept: Container[bytes]
     ) -> int:
         """The most blocks, up to `most`, of which there are those of a group that the next token
-        sees. kept: see _find.
+        sees. kept: see _search.
         """
         cached = self.block_pool.get_cached_block
 
@@ -221,26 +217,17 @@ class KVCacheManager:
         return num_blocks
 
     def begin(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        blocks: Blocks | None = None,
-        num_computed_tokens: int | None = None,
+        self, request: Request, num_new_tokens: int, blocks: Blocks, num_computed: int
     ) -> list[int] | None:
         """Makes the tables of a request that starts, with room for `num_new_tokens` after the
-        computed ones; returns their block ids, group by group, or None (and no change) if the cache
-        is full.
+        `num_computed` computed ones; returns their block ids, group by group, or None (and no
+        change) if the cache is full.
 
-        `blocks` hold the beginning of the computed tokens (get_computed_blocks, get_blocks); these
-        are all computed tokens unless `num_computed_tokens` is given. Where they have the null
-        block in place of one that the next token sees (find_kept), the table gets another block.
+        `blocks` hold the beginning of the computed tokens (get_computed_blocks, get_blocks). Where
+        they have the null block in place of one that the next token sees (find_kept), the table
+        gets another block.
         """
-        tables = self.no_blocks()
-        blocks = blocks or tables
-        num_given = len(blocks[0]) * self.block_size
-        num_computed = num_given if num_computed_tokens is None else num_computed_tokens
-        if num_computed:
-            tables = self._begin_tables(blocks, num_computed)
+        tables = self._begin_tables(blocks, num_computed) if num_computed else self.no_blocks()
         num_blocks = -(-(num_computed + num_new_tokens) // self.block_size)
         gaps = self._gaps(tables, num_computed) if num_computed else []
         num_missing = [num_blocks - len(table) for table in tables]
@@ -248,7 +235,7 @@ class KVCacheManager:
         if self.num_free_after(num_new, tables) < 0:
             return None
         if num_computed:
-            self._hold(request, tables, num_given, num_computed)
+            self._hold(request, tables, len(blocks[0]) * self.block_size, num_computed)
         new = iter(self.block_pool.get_new_blocks(num_new))
         if gaps:
             self._num_cached[request.request_id] = gaps[0][0]

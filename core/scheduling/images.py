@@ -21,7 +21,10 @@ from ..request import Request
 
 
 class ImagePlanner:
-    """Owns the cache of encoded images and the budget of the step being made."""
+    """Owns the cache of encoded images and the budget of the step being made.
+
+    Of each step: `begin_step`, and for each of its rows `fit` and `place`.
+    """
 
     def __init__(
         self, cache: EncoderCache, most_rows: int, vision: VisionConfig, counters: EngineCounters
@@ -34,7 +37,8 @@ class ImagePlanner:
         self._row_token_id = vision.row_token_id
         self._step = 0  # the number of the step being made
         self._num_rows = 0  # that it encodes
-        self._reserved: dict[bytes, ImageToEncode] = {}  # by digest; what it encodes
+        # by digest: what is in the table if a row of the step needs it
+        self._reserved: dict[bytes, ImageToEncode] = {}
 
     @classmethod
     def of(cls, config: EngineConfig, counters: EngineCounters) -> ImagePlanner | None:
@@ -47,7 +51,7 @@ class ImagePlanner:
         return cls(cache, most_rows, vision, counters)
 
     def begin_step(self, step: int) -> None:
-        """What is left of a step that had no rows is not encoded."""
+        """What was reserved for rows that the last step does not have is not encoded."""
         for digest in self._reserved:
             self.cache.drop(digest)
         self._reserved.clear()
@@ -86,12 +90,18 @@ class ImagePlanner:
         return True
 
     def place(self, output: SchedulerOutput, request: Request, first: int, num_tokens: int) -> None:
-        """Notes which rows the tokens of a row of the step read. `fit` has reserved them."""
+        """Notes which rows of the table the tokens of a row of the step read, and what it encodes
+        for them. `fit` has reserved these.
+        """
         end = first + num_tokens
         assert request.slot is not None  # it is running
         for item in request.images:
             if item.end <= first or item.start >= end:
                 continue
+            if (reserved := self._reserved.pop(item.digest, None)) is not None:
+                output.images_to_encode.append(reserved)
+                self._counters.num_images_encoded += 1
+                self._counters.num_image_rows_encoded += reserved.num_rows
             image = self.cache.peek(item.digest)
             row = 0  # of the item
             for start, count in item.spans:
@@ -112,13 +122,6 @@ class ImagePlanner:
             for start, count in (span for item in request.images for span in item.spans):
                 token_ids[start : start + count] = [row_token_id] * count
         return token_ids
-
-    def send(self, output: SchedulerOutput) -> None:
-        """The step is executed: it encodes what is reserved."""
-        output.images_to_encode.extend(self._reserved.values())
-        self._counters.num_images_encoded += len(self._reserved)
-        self._counters.num_image_rows_encoded += self._num_rows
-        self._reserved.clear()
 
     def clear(self) -> None:
         """Forgets all images, since the executor's table or its encoder changes."""

@@ -32,7 +32,7 @@ from ...ipc.block_offload import BlockOffload
 from ...ipc.config import EngineConfig
 from ...ipc.counters import EngineCounters, SchedulerStats, make_stats
 from ...ipc.models.kv_layout import MAX_BURST, lookahead_of, make_layout
-from ...ipc.step_messages import ModelRunnerOutput, PreemptionCosts
+from ...ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..kv_cache.events import KVEvents
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..kv_cache.offload import OffloadedBlocks
@@ -91,12 +91,10 @@ class Scheduler(SchedulerState):
         made_room, shares = [], None
         if len(self.waiting.owners) > 1:
             made_room, shares = preempt_for_others(self), divide_budget(self)
-        if self.images is not None:
-            self.images.begin_step(self.num_steps)
-        step = begin_step(self, self._freed_slots, self._blocks_to_swap_out, self._state_copies)
-        budget, preempted = schedule_running(self, step, shares)
+        step = begin_step(self, shares)
+        budget, preempted = schedule_running(self, step)
         offload = self.kv_cache_manager.offload
-        if offload is not None and self._blocks_to_swap_out:
+        if offload is not None and step.output.blocks_to_swap_out:
             offload.suspend()
         if preempted:  # a preempted request must not take back the room at once
             step.stopped_by = "preemption"
@@ -108,10 +106,8 @@ class Scheduler(SchedulerState):
             offload.flush()
         if not step.requests:
             return None
-        if self.images is not None:
-            self.images.send(step.output)
-        self._freed_slots, self._blocks_to_swap_out, self._state_copies = [], [], []
         self.num_steps += 1
+        self.next_output = SchedulerOutput(self.num_steps)
         return step
 
     def update_from_output(

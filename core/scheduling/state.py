@@ -21,6 +21,7 @@ from ...ipc.config import EngineConfig, resolved
 from ...ipc.counters import EngineCounters
 from ...ipc.kv_events import CPU, DISK, KVCacheEvent
 from ...ipc.messages import EngineCoreRequest, FinishReason
+from ...ipc.step_messages import SchedulerOutput
 from ..forks import Family
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..lora_slots import Adapter, LoraSlots
@@ -132,11 +133,9 @@ class SchedulerState:
         self._first_held_arrival = 0
         self._num_arrivals = 0
         self.deadlines: list[tuple[float, str]] = []  # a heap; some may have ended
-        # since the last step; not sent to the runner yet
-        self._freed_slots: list[int] = []
-        self._blocks_to_swap_out: list[tuple[int, int]] = []
-        # in the order in which they were decided, which is the order in which they are made
-        self._state_copies: list[tuple[int, int]] = []
+        # Slots that are left and copies that are decided between two steps. The next step that has
+        # rows brings them to the runner.
+        self.next_output = SchedulerOutput(step=0)
         self._offload_medium = DISK if config.cache_config.kv_offloading_path else CPU
 
     # ------------------------------------------------------------ requests come
@@ -282,7 +281,7 @@ class SchedulerState:
     def _release_slot(self, request: Request) -> None:
         if request.slot is not None:
             heapq.heappush(self.free_slots, request.slot)
-            self._freed_slots.append(request.slot)
+            self.next_output.freed_slots.append(request.slot)
             request.slot = None
             if request.adapter is not None:
                 self.lora_slots.release(request.adapter, self.num_steps)
@@ -290,12 +289,12 @@ class SchedulerState:
     def _leave_host(self, request: Request) -> None:
         """Frees its host memory, and cancels copies to it."""
         freed = self.kv_cache_manager.free_host_blocks(request)
-        self._blocks_to_swap_out = [
-            pair for pair in self._blocks_to_swap_out if pair[1] not in freed
-        ]
+        copies = self.next_output.blocks_to_swap_out
+        copies[:] = [pair for pair in copies if pair[1] not in freed]
         if self.kv_cache_manager.checkpoints is not None:
             place = self.kv_cache_manager.checkpoints.unpark(request)
-            self._state_copies = [pair for pair in self._state_copies if pair[1] != place]
+            state_copies = self.next_output.state_copies
+            state_copies[:] = [pair for pair in state_copies if pair[1] != place]
         request.num_swapped_tokens = 0
 
     def _leave_family(self, request: Request, family: Family, reason: FinishReason) -> None:
@@ -334,7 +333,7 @@ class SchedulerState:
         may_swap = may_swap and self.preemption.prefers_swap(victim)
         pairs = self._swap_out(victim, slot) if may_swap else None
         if pairs is not None:
-            self._blocks_to_swap_out.extend(pairs)
+            self.next_output.blocks_to_swap_out.extend(pairs)
             self.counters.num_blocks_swapped_out += len(pairs)
             victim.status = RequestStatus.SWAPPED
             victim.num_swapped_tokens = victim.num_computed_tokens
@@ -365,7 +364,7 @@ class SchedulerState:
             checkpoints.unpark(victim)
             return None
         assert slot is not None  # it was running
-        self._state_copies.append((slot, place))
+        self.next_output.state_copies.append((slot, place))
         return pairs
 
     def preempt_all(self) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from msgspec.structs import replace
+
 from ...ipc.models.kv_layout import MAX_BURST, lookahead_of
 from ...ipc.step_messages import NewRequestData, SchedulerOutput
 from ..forks import Family
@@ -24,7 +26,6 @@ from .admission import StartPoint, find_start, has_room, num_missing_blocks
 from .images import places_of
 from .state import SchedulerState
 
-Pairs = list[tuple[int, int]]  # (source, destination)
 _by_key = attrgetter("key")
 
 # For num_scheduler_steps=0 the scheduler chooses how many tokens a step decodes. They share a
@@ -43,6 +44,7 @@ class ScheduledStep:
 
     output: SchedulerOutput
     max_lookahead: int = 0  # tokens that a row may decode after its first sample
+    bounds: RowBounds | None = None  # None: only the budget bounds the rows
     requests: list[Request] = field(default_factory=list)
     # tokens that the row samples unless it fails
     num_expected: list[int] = field(default_factory=list)
@@ -93,19 +95,13 @@ def choose_num_passes(state: SchedulerState) -> int:
     return length
 
 
-def begin_step(
-    state: SchedulerState, freed_slots: list[int], swap_out: Pairs, state_copies: Pairs
-) -> ScheduledStep:
-    """A step without rows."""
-    num_passes = choose_num_passes(state)
-    output = SchedulerOutput(
-        step=state.num_steps,
-        freed_slots=freed_slots,
-        blocks_to_swap_out=swap_out,
-        state_copies=state_copies,
-        num_passes=num_passes if state.limits.drafts else 1,
-    )
-    return ScheduledStep(output, lookahead_of(num_passes, state.limits.num_tokens_per_pass))
+def begin_step(state: SchedulerState, shares: dict[RequestOwner, int] | None) -> ScheduledStep:
+    """A step without rows. shares: see divide_budget; None: the budget is not divided."""
+    num_passes, output = choose_num_passes(state), state.next_output
+    if state.limits.drafts:
+        output = replace(output, num_passes=num_passes)  # it has the same lists
+    max_lookahead = lookahead_of(num_passes, state.limits.num_tokens_per_pass)
+    return ScheduledStep(output, max_lookahead, RowBounds.of(state, shares))
 
 
 def add_row(
@@ -119,18 +115,15 @@ def add_row(
     computed, output = request.num_computed_tokens, step.output
     step.requests.append(request)
     assert request.slot is not None  # it is running
+    if step.bounds is not None:
+        step.bounds.take(step, request, num_tokens, num_lookahead)
     output.slots.append(request.slot)
     output.num_scheduled_tokens.append(num_tokens)
     output.num_computed_tokens.append(computed)
     output.new_block_ids.append(block_ids)
     if step.max_lookahead:
         output.num_lookahead_tokens.append(num_lookahead)
-    if request.images:
-        assert state.images is not None  # see arrivals.py
-        state.images.place(output, request, computed, num_tokens)
     end = computed + num_tokens
-    if state.kv_cache_manager.checkpoints is not None:
-        take_checkpoint(state, output, request, end, num_lookahead)
     is_sampled = end == len(request.token_ids) + request.num_pending_tokens
     num_expected = 1 + num_lookahead if is_sampled else 0
     request.num_pending_tokens += num_expected
@@ -149,34 +142,15 @@ def add_row(
         request.num_recomputed_tokens += num_again
 
 
-def take_checkpoint(
-    state: SchedulerState, output: SchedulerOutput, request: Request, end: int, num_lookahead: int
-) -> None:
-    """Has the state copied in the request's row, which computes its tokens up to `end`."""
-    checkpoints = state.kv_cache_manager.checkpoints
-    assert checkpoints is not None and request.slot is not None
-    # drafts may be rejected, so that the state stays before them
-    last = end if state.limits.drafts else end + num_lookahead
-    if (save := checkpoints.take(request, request.num_computed_tokens, last)) is not None:
-        output.state_saves.append((request.slot, save[0] - 1, save[1]))
-
-
 # -------------------------------------------------------------------- requests that run
 
 
-def schedule_running(
-    state: SchedulerState, step: ScheduledStep, shares: dict[RequestOwner, int] | None
-) -> tuple[int, bool]:
-    """Gives every running request its tokens, in order, preempting others for blocks.
-
-    `shares`: see divide_budget; None: the budget is not divided. Returns (budget left, whether any
-    was preempted).
+def schedule_running(state: SchedulerState, step: ScheduledStep) -> tuple[int, bool]:
+    """Gives every running request its tokens, in order, preempting others for blocks. Returns
+    (budget left, whether any was preempted).
     """
     limits, budget, preempted = state.limits, state.limits.max_num_batched_tokens, False
     has_stages = limits.num_stages > 1
-    is_bounded = has_stages or shares is not None or state.fit_to_checkpoints is not None
-    is_bounded |= state.images is not None
-    bounds = RowBounds(state, shares) if is_bounded else None
     running, allocate_slots = state.running, state.kv_cache_manager.allocate_slots
     index = 0
     while index < len(running) and budget > 0:
@@ -189,8 +163,9 @@ def schedule_running(
         # the first stage would have to wait for the token
         if num_pending and (request.num_tokens_left <= 0 or limits.drafts or has_stages):
             num_tokens = 0
-        if bounds is not None:
-            num_tokens = bounds.apply(request, num_tokens, budget)
+        if step.bounds is not None:
+            first = request.num_computed_tokens
+            num_tokens = step.bounds.apply(request, first, num_tokens, budget)
         if not num_tokens:
             index += 1
             continue
@@ -206,45 +181,73 @@ def schedule_running(
             preempted = True
             continue
         add_row(state, step, request, num_tokens, num_lookahead, block_ids)
-        if bounds is not None:
-            bounds.count(request, num_tokens, is_sampled=step.num_expected[-1] > 0)
         budget -= num_tokens
         index += 1
     return budget, preempted
 
 
 class RowBounds:
-    """What bounds the rows of running requests beside the budget: the shares of owners; where the
-    model keeps states, their checkpoints; where it reads images, those that are encoded; and where
-    it has stages, how many may sample a token.
+    """What bounds the rows of a step beside the budget, and what they take of it: the shares of
+    owners; where the model keeps states, their checkpoints; where it reads images, those that are
+    encoded; and where it has stages, how many requests may sample a token.
     """
 
     def __init__(self, state: SchedulerState, shares: dict[RequestOwner, int] | None):
         """shares: see divide_budget. They are counted down."""
-        self._shares, self._fits = shares, state.fit_to_checkpoints
-        self._images = state.images
-        self._num_samples_left = sys.maxsize
+        self._state, self._shares = state, shares
+        self._num_samples_left = self._num_samples = sys.maxsize
         if state.limits.num_stages > 1:
             self._num_samples_left = most_samples(state, len(state.running))
+            self._num_samples = most_samples(state, len(state.running) + len(state.waiting))
+        if state.images is not None:
+            state.images.begin_step(state.num_steps)
 
-    def apply(self, request: Request, num_tokens: int, budget: int) -> int:
-        """How many of these tokens the request may compute in this step, of which `budget` tokens
-        are left.
+    @classmethod
+    def of(cls, state: SchedulerState, shares: dict[RequestOwner, int] | None) -> RowBounds | None:
+        """None: only the budget bounds the rows."""
+        is_bounded = shares is not None or state.limits.num_stages > 1
+        is_bounded |= state.images is not None or state.kv_cache_manager.checkpoints is not None
+        return cls(state, shares) if is_bounded else None
+
+    def begin_waiting(self, num_sampled: int) -> None:
+        """The next rows are of waiting requests, which shares do not bound. `num_sampled`: how many
+        rows of the step sample a token.
         """
+        self._shares, self._num_samples_left = None, self._num_samples - num_sampled
+
+    def apply(
+        self, request: Request, first: int, num_tokens: int, budget: int, num_shared: int = 0
+    ) -> int:
+        """How many of `num_tokens` tokens after the first `first` the request may compute in this
+        step, of which `budget` tokens are left. num_shared: see StartPoint.
+        """
+        state = self._state
         if self._shares is not None:
             num_tokens = min(num_tokens, self._shares[request.owner])
-        if self._fits is not None and num_tokens > 1:
-            num_tokens = self._fits(request, request.num_computed_tokens, num_tokens)
-        if self._images is not None and num_tokens > 0 and request.images:
-            num_tokens = self._images.fit(request, request.num_computed_tokens, num_tokens, budget)
-        is_sampled = request.num_computed_tokens + num_tokens == request.num_tokens
+        if state.fit_to_checkpoints is not None and num_tokens > 1:
+            num_tokens = state.fit_to_checkpoints(request, first, num_tokens, num_shared)
+        if state.images is not None and num_tokens > 0 and request.images:
+            num_tokens = state.images.fit(request, first, num_tokens, budget)
+        is_sampled = first + num_tokens == request.num_tokens
         return 0 if is_sampled and self._num_samples_left <= 0 else num_tokens
 
-    def count(self, request: Request, num_tokens: int, *, is_sampled: bool) -> None:
-        """The request has got a row."""
-        self._num_samples_left -= is_sampled
+    def take(
+        self, step: ScheduledStep, request: Request, num_tokens: int, num_lookahead: int
+    ) -> None:
+        """The running request is about to get this row."""
+        first, output, state = request.num_computed_tokens, step.output, self._state
+        end = first + num_tokens
+        self._num_samples_left -= end == request.num_tokens
         if self._shares is not None:
             self._shares[request.owner] -= num_tokens
+        if state.images is not None and request.images:
+            state.images.place(output, request, first, num_tokens)
+        if (checkpoints := state.kv_cache_manager.checkpoints) is not None:
+            assert request.slot is not None  # it is running
+            # drafts may be rejected, so that the state stays before them
+            last = end if state.limits.drafts else end + num_lookahead
+            if (save := checkpoints.take(request, first, last)) is not None:
+                output.state_saves.append((request.slot, save[0] - 1, save[1]))
 
 
 def lookahead_for(step: ScheduledStep, request: Request, num_tokens: int) -> int:
@@ -260,7 +263,7 @@ def lookahead_for(step: ScheduledStep, request: Request, num_tokens: int) -> int
 
 
 def admit_waiting(
-    state: SchedulerState, step: ScheduledStep, budget: int, made_room: Collection[Request] = ()
+    state: SchedulerState, step: ScheduledStep, budget: int, made_room: Collection[Request]
 ) -> str:
     """Admits the request whose turn it is while there are budget, slots and blocks.
 
@@ -270,10 +273,10 @@ def admit_waiting(
     these, or was preempted while a step samples its token; "" if none waits for these.
     """
     passed: dict[RequestOwner, int] = {}  # requests that wait for a sibling or an adapter
-    manager, limits, reason = state.kv_cache_manager, state.limits, ""
-    is_bounded = state.images is not None or state.fit_to_checkpoints is not None
+    manager, limits, bounds, reason = state.kv_cache_manager, state.limits, step.bounds, ""
     num_reserved: int | None = None
-    num_samples_left = _num_samples_left(state, step) if limits.num_stages > 1 else sys.maxsize
+    if bounds is not None:
+        bounds.begin_waiting(sum(map(bool, step.num_expected)))
     while (request := state.waiting.next(passed)) is not None:
         if budget <= 0 or not state.free_slots:
             return "budget" if budget <= 0 else "slots"
@@ -291,12 +294,11 @@ def admit_waiting(
         if num_tokens > budget and not limits.enable_chunked_prefill:
             return "budget"
         num_tokens = min(num_tokens, budget)
-        if is_bounded:
-            num_tokens = _fitting(state, request, start, num_tokens, budget)
+        if bounds is not None:
+            num_tokens = bounds.apply(
+                request, start.num_tokens, num_tokens, budget, start.num_shared
+            )
         if not num_tokens:
-            return "budget"
-        is_whole = start.num_tokens + num_tokens == request.num_tokens
-        if is_whole and num_samples_left <= 0:
             return "budget"
         if num_reserved is None:
             num_reserved = sum(num_missing_blocks(manager.layout, one) for one in state.running)
@@ -313,22 +315,8 @@ def admit_waiting(
         _admit(state, step, request, start, block_ids)
         add_row(state, step, request, num_tokens, 0, block_ids)
         budget -= num_tokens
-        num_samples_left -= is_whole
         num_reserved += num_missing_blocks(manager.layout, request)
     return reason
-
-
-def _fitting(
-    state: SchedulerState, request: Request, start: StartPoint, num_tokens: int, budget: int
-) -> int:
-    """How many of its first `num_tokens` tokens a waiting request may compute: see RowBounds."""
-    if state.fit_to_checkpoints is not None:
-        num_tokens = state.fit_to_checkpoints(
-            request, start.num_tokens, num_tokens, start.num_shared
-        )
-    if state.images is not None and request.images:
-        num_tokens = state.images.fit(request, start.num_tokens, num_tokens, budget)
-    return num_tokens
 
 
 def _load(
@@ -353,14 +341,8 @@ def _load(
     return start._replace(checkpoint=checkpoint)
 
 
-def _num_samples_left(state: SchedulerState, step: ScheduledStep) -> int:
-    """How many waiting requests may sample a token in this step, where the model has stages."""
-    num_samples = most_samples(state, len(state.running) + len(state.waiting))
-    return num_samples - sum(map(bool, step.num_expected))
-
-
 def admit_with_adapters(
-    state: SchedulerState, step: ScheduledStep, budget: int, made_room: Collection[Request] = ()
+    state: SchedulerState, step: ScheduledStep, budget: int, made_room: Collection[Request]
 ) -> str:
     """Does what admit_waiting does, where requests may have adapters."""
     lora_slots = state.lora_slots

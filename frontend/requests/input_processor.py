@@ -245,9 +245,8 @@ class InputProcessor:
         """Returns the token ids of a prompt for SamplingParams, and its images."""
         if parts.images is not None:
             return self._read_images(parts, truncated_to)
-        token_ids = parts.token_ids
-        if token_ids is None:
-            token_ids = self._encode("prompt", parts.text or "")
+        text, token_ids = parts.text or "", parts.token_ids
+        token_ids = self._encode("prompt", text) if token_ids is None else token_ids
         if truncated_to is not None:
             token_ids = self._truncated(token_ids, truncated_to)
         self._check_token_ids(token_ids, self._max_prompt_len)

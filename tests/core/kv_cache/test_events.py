@@ -86,11 +86,11 @@ def test_a_block_with_known_content_is_no_event():
     admit(manager, first)
     manager.events.take()
     blocks = manager.no_blocks()
-    manager.begin(second, 32, blocks)
+    manager.begin(second, 32, blocks, 0)
     manager.cache_blocks(second, 32)
     assert manager.events.take() == []
     manager.free(second)
-    manager.begin(make_request("c", [1] * 96), 96, blocks)
+    manager.begin(make_request("c", [1] * 96), 96, blocks, 0)
     assert manager.events.take() == []
 
 

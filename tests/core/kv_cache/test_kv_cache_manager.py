@@ -35,7 +35,7 @@ def admit(
     blocks = manager.get_computed_blocks(request)
     num_hit = len(blocks[0]) * manager.block_size
     num_new = (num_tokens or request.num_tokens) - num_hit
-    block_ids = manager.begin(request, num_new, blocks)
+    block_ids = manager.begin(request, num_new, blocks, num_hit)
     if block_ids is not None:
         request.num_computed_tokens = num_hit + num_new
         manager.cache_blocks(request, request.num_computed_tokens)
@@ -135,7 +135,7 @@ def test_eviction_takes_the_tail_first_so_that_the_head_still_hits():
 def test_blocks_are_cached_when_computed_not_when_allocated():
     manager = make_manager(11)
     request = make_request("0", list(range(64)))
-    assert manager.begin(request, 64) == [1, 2, 3, 4]
+    assert manager.begin(request, 64, manager.no_blocks(), 0) == [1, 2, 3, 4]
     assert manager.get_computed_blocks(make_request("1", list(range(64)))) == [[]]
     manager.cache_blocks(request, 40)  # a chunk of 40 tokens: two full blocks
     assert num_hits(manager, make_request("1", list(range(64)))) == 2
@@ -185,7 +185,7 @@ def test_a_hit_does_not_bring_back_what_was_discarded():
     manager = make_manager(11)
     bad, other = make_request("0", [1] * 40), make_request("1", [1] * 40)
     admit(manager, bad)
-    manager.begin(other, 8, manager.get_computed_blocks(other))
+    manager.begin(other, 8, manager.get_computed_blocks(other), 32)
     other.num_computed_tokens = 40
     manager.discard(bad)
     manager.cache_blocks(other, 40)

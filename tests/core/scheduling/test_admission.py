@@ -19,7 +19,7 @@ def request(name: str, num_tokens: int, first: int = 0, arrival: int = 0) -> Req
 
 
 def compute(manager: KVCacheManager, request: Request) -> None:
-    manager.begin(request, request.num_tokens)
+    manager.begin(request, request.num_tokens, manager.no_blocks(), 0)
     request.num_computed_tokens = request.num_executed_tokens = request.num_tokens
     manager.cache_blocks(request, request.num_tokens)
 
@@ -71,7 +71,7 @@ def test_a_sibling_waits_for_the_prompt_and_then_starts_at_its_last_token():
 def test_admission_needs_blocks_for_the_whole_prompt_and_the_demand_of_others():
     manager = KVCacheManager(11, LAYOUT)  # ten can be allocated
     running, new = request("a", 80), request("b", 96, first=7)
-    manager.begin(running, 32)  # two of its five blocks
+    manager.begin(running, 32, manager.no_blocks(), 0)  # two of its five blocks
     running.num_computed_tokens = 32
     # 8 are free, 3 of them reserved, 6 needed
     assert num_missing_blocks(LAYOUT, running) == 3

@@ -19,6 +19,7 @@ from quire import AsyncLLM, LLMEngine, SamplingParams
 from quire.ipc.params import StructuredOutputsParams
 from quire.tests.client_forms import closing, engine_args, make_engine
 from quire.tests.fake_engine import is_gone
+from quire.tests.quantized_checkpoints import write_quantized
 from quire.tests.test_replicas import expected_of, said
 from quire.tests.tiny_models import save_tiny_model
 
@@ -228,12 +229,18 @@ def test_kills_at_random(one_engine, engines, seed: int) -> None:
         ("qwen3_moe", {"quantization": "int8"}),
         ("qwen2_moe", {"dtype": "bfloat16", "quantization": "int4"}),
         ("gpt_oss", {"data_parallel_size": 5}),
+        ("qwen3_moe", {"dtype": "bfloat16", "format": "awq"}),
     ],
 )
 def test_random_workloads(tmp_path, kind: str, settings: dict) -> None:
     """Few blocks, so that engines preempt requests, each at steps of its own."""
-    model = save_tiny_model(tmp_path, kind)
+    is_awq = "format" in settings  # whose groups have 32 columns
+    sizes = {"moe_intermediate_size": 64} if is_awq else {}
+    model = save_tiny_model(tmp_path / "model", kind, **sizes)
     settings = settings | dict(num_gpu_blocks_override=40)
+    if (format := settings.pop("format", None)) is not None:
+        write_quantized(tmp_path / "quantized", model, format)
+        model = tmp_path / "quantized"
     rng = random.Random(4)
     own = {name: value for name, value in settings.items() if name != "data_parallel_size"}
     with closing(make_engine(model=str(model), **{**SETTINGS, **own})) as one:

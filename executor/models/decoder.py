@@ -479,8 +479,10 @@ class Decoder(Model):
             return False
         base, names = self.config.base_prefix, self.names
         if not name.startswith(f"{base}layers."):
-            own = (f"{base}{one}.weight" for one in (names.embedding, names.final_norm))
-            return name in (*own, f"{self.config.name_prefix}lm_head.weight")
+            layers = (f"{base}{one}" for one in (names.embedding, names.final_norm))
+            # a quantized weight is several tensors
+            stem = name.rpartition(".")[0]
+            return stem in (*layers, f"{self.config.name_prefix}lm_head")
         layer = name.removeprefix(f"{base}layers.").partition(".")[0]
         is_layer = layer.isdecimal() and int(layer) < self.config.num_hidden_layers
         return is_layer and int(layer) not in self.layer_range

@@ -125,7 +125,7 @@ class LayerFactory:
             copy_weights(tensor, values)
             return
         if tensor.part is not None:
-            values = _part_of(values, tensor.part)
+            values = self._part_of(values, tensor)
         if tensor.offset:
             assert isinstance(values, torch.Tensor)
             values = values.double() + tensor.offset
@@ -136,6 +136,25 @@ class LayerFactory:
             values = self._in_memory(values, tensor.dtype)
         tensor.layer.fill(tensor, values)
         self.weights_bytes -= tensor.layer.saved_bytes
+
+    def _part_of(
+        self, values: torch.Tensor | PackedRows, tensor: Weight
+    ) -> torch.Tensor | PackedRows:
+        """What this rank keeps of the values for a tensor."""
+        part = tensor.part
+        assert part is not None
+        if isinstance(values, torch.Tensor):
+            return part.of(values)
+        if values.can_cut(part):
+            return values.kept(part)
+        if not self.keeps_blocks(values.type):
+            return part.of(values.dequantized(tensor.dtype))
+        assert isinstance(part, Slice)
+        raise InvalidParameterError(
+            "tensor_parallel_size",
+            f"must divide the {part.size} columns of a weight in blocks of {values.type}, so that "
+            f"each rank has whole blocks of {values.block[0]}, got {self.group.size}",
+        )
 
     def _in_memory(self, blocks: PackedRows, dtype: torch.dtype) -> torch.Tensor | PackedRows:
         """Returns blocks of the type that memory holds, or numbers. It logs each change of a type
@@ -489,10 +508,3 @@ class LayerFactory:
             for form in (getattr(pack, name, None) for name in ("from_parts", "from_arrays"))
         )
         return Packer(partial(pack, **options), from_parts, from_arrays, self.ops.pack_gguf_linear)
-
-
-def _part_of(values: torch.Tensor | PackedRows, part: Part) -> torch.Tensor | PackedRows:
-    if isinstance(values, torch.Tensor):
-        return part.of(values)
-    assert isinstance(part, RowOrder)  # quantized weights are not divided (ipc/models/ranks.py)
-    return PackedRows(part.of(values.rows), values.type)

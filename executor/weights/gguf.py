@@ -17,7 +17,7 @@ import torch
 from ...ipc.errors import ModelLoadError
 from ...ipc.models.checkpoint import OTHER_PARTS
 from ...ipc.models.draft_heads import HeadNames
-from ...ipc.models.gguf import GGUFTensor, read_gguf
+from ...ipc.models.gguf import GGUFFile, GGUFTensor, read_gguf
 from ...ipc.models.gguf_families import rotated_part
 from ...ipc.models.gguf_weights import (
     architecture_of,
@@ -31,7 +31,7 @@ from ...ipc.models.gguf_weights import (
 from ..device import release_mapped
 from .load_times import LoadTimes
 from .packed_rows import PackedRows
-from .table import Weight
+from .table import RowOrder, Weight, stored_shape
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +60,7 @@ def load_gguf_weights(
     file = read_gguf(path)
     missing = tensors_of_file(model, head)
     offset_of = architecture_of(file).offset_of
-    origin = check_gguf_tensors(
-        file,
-        {name: list(tensor.shape) for name, tensor in missing.items()},
-        "" if head is None else head.layers[0],
-    )
+    origin = _found_tensors(model, file, missing, head)
     _check_rope(path, getattr(model.config, "rope", {}), read_rope_factors(file))
     num_elements = {name: tensor.numel() for name, tensor in missing.items()}
     kinds = Counter(origin[name].type for name in origin if len(origin[name].shape) > 1)
@@ -91,7 +87,7 @@ def load_gguf_weights(
             if values is not None:
                 target = missing.pop(name)
                 if target.dim() == 1 or name.endswith(A_LOG):
-                    values = _vector(packed, name, offset_of(name)).view(target.shape)
+                    values = _vector(packed, name, offset_of(name)).view(stored_shape(target))
                 fill(target, values)
                 del target
         # it releases all tensors so far: a layer's blocks are read when the last of them is there
@@ -100,6 +96,20 @@ def load_gguf_weights(
             released = times.num_bytes
         num_loaded += 0 if values is None else num_elements[name]
         report("load weights", num_loaded / num_expected)
+
+
+def _found_tensors(
+    model: Any, file: GGUFFile, tensors: dict[str, torch.Tensor], head: HeadNames | None = None
+) -> dict[str, GGUFTensor]:
+    """What the file has for the tensors that tensors_of_file has returned."""
+    shapes = {name: stored_shape(tensor) for name, tensor in tensors.items()}
+    if head is not None:
+        return check_gguf_tensors(file, shapes, head.layers[0])
+    if model.IS_FALLBACK:
+        return check_gguf_tensors(file, shapes)
+    experts = getattr(model.config, "experts", None)  # text encoders have no such field
+    num_experts = 0 if experts is None else experts.count
+    return check_gguf_tensors(file, shapes, "", model.is_of_another_rank, num_experts)
 
 
 class _PartsOfHeads:
@@ -157,7 +167,7 @@ def tensors_of_file(model: Any, head: HeadNames | None = None) -> dict[str, torc
         if OTHER_PARTS.match(name):
             continue  # an encoder of images, which has a file of its own
         name = name if head is None else head.of(name)
-        named = parts_in_files(name, list(tensor.shape))
+        named = parts_in_files(name, stored_shape(tensor))
         if len(named) > 1:
             tensors |= zip(named, _Halves(tensor).weights(), strict=True)
             continue
@@ -175,20 +185,32 @@ def tensors_of_file(model: Any, head: HeadNames | None = None) -> dict[str, torc
 
 def bytes_of_blocks(model: Any, path: Path, dtype: str) -> int:
     """Bytes of the model's weights, where matrices stay the blocks of the file."""
-    shapes = {name: list(tensor.shape) for name, tensor in tensors_of_file(model).items()}
-    tensors = check_gguf_tensors(read_gguf(path), shapes)
-    return weights_in_memory(tensors, dtype, keeps_blocks=True)
+    tensors = tensors_of_file(model)
+    found = {
+        # a rank may keep a part
+        name: of_file._replace(shape=tuple(tensors[name].shape)) if name in tensors else of_file
+        for name, of_file in _found_tensors(model, read_gguf(path), tensors).items()
+    }
+    return weights_in_memory(found, dtype, keeps_blocks=True)
 
 
 class _Halves:
-    """Fills a tensor of the weight-name table that lies in the file as two, gate before up."""
+    """Fills a tensor of the weight-name table that lies in the file as two, gate before up. A rank
+    keeps as many rows of each.
+    """
 
     def __init__(self, whole: torch.Tensor):
         assert isinstance(whole, Weight)
         self._whole, self._halves = whole, dict[int, torch.Tensor | PackedRows]()
 
     def weights(self) -> list[torch.Tensor]:
-        return [Weight(half, self, i) for i, half in enumerate(self._whole.chunk(2))]
+        halves, part = self._whole.chunk(2), self._whole.part
+        if part is None:
+            return [Weight(half, self, i) for i, half in enumerate(halves)]
+        assert isinstance(part, RowOrder)
+        size = part.size // 2
+        kept = [RowOrder(rows - i * size, size) for i, rows in enumerate(part.rows.chunk(2))]
+        return [Weight(half, self, i, kept[i]) for i, half in enumerate(halves)]
 
     @property
     def saved_bytes(self) -> int:

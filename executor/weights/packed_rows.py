@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...ipc.models.gguf import MEMORY_TYPES
+from ...ipc.models.gguf import BLOCK_SIZES, MEMORY_TYPES
+from ...ipc.models.quantized_tensors import BLOCKS
 from ...kernels.reference.gguf_blocks import dequantize
 from ...kernels.reference.gguf_repack import repack
 from ..device import copy_mapped, release_mapped
+from .table import Part, Slice
 
 
 class PackedRows(NamedTuple):
@@ -24,6 +26,27 @@ class PackedRows(NamedTuple):
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """The numbers, [rows, columns]."""
         return dequantize(self.rows, self.type, dtype)
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Columns and bytes of a block."""
+        return BLOCKS[self.type] if self.type in BLOCKS else BLOCK_SIZES[self.type]
+
+    def can_cut(self, part: Part) -> bool:
+        """Whether blocks stay whole in this part, and in those of the other ranks."""
+        if not isinstance(part, Slice) or not part.dim:
+            return True
+        memory_type = MEMORY_TYPES.get(self.type, self.type)
+        columns = max(self.block[0], self._replace(type=memory_type).block[0])
+        return (part.end - part.begin) % columns == 0
+
+    def kept(self, part: Part) -> PackedRows:
+        """The part that a rank keeps. Requires `can_cut`."""
+        if not isinstance(part, Slice) or not part.dim:
+            return PackedRows(part.of(self.rows), self.type)
+        columns, num_bytes = self.block
+        begin, end = (place // columns * num_bytes for place in (part.begin, part.end))
+        return PackedRows(self.rows[:, begin:end].contiguous(), self.type)
 
     def for_memory(self) -> PackedRows:
         """Returns blocks of the type in MEMORY_TYPES: the same blocks, or blocks packed again."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..config import EngineConfig
 from ..errors import InvalidParameterError, ModelLoadError
-from .ranks import has_quantized_files, row_of
+from .ranks import row_of
 
 NAME = "enable_expert_parallel"
 
@@ -67,8 +67,6 @@ def _check_model(config: EngineConfig) -> None:
             NAME,
             f"needs a mixture of experts on a page of Quire's own, got a model of type {found}",
         )
-    if has_quantized_files(model):
-        raise InvalidParameterError(NAME, "cannot be used with a checkpoint of quantized weights")
     size = config.device_config.data_parallel_size
     if experts.count % size:
         raise InvalidParameterError(

@@ -35,6 +35,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _PART_OF_HEADS = re.compile(r"\b[kv]_b_proj\.weight$")
 _KEYS_OR_VALUES = re.compile(r"(.*\.self_attn\.)(?:[kv]_proj|k_norm)\.weight")
 _OF_STREAM = re.compile(r"(model\.altup_(?:unembed_)?projections)\.\d+\.weight")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _GATE_OR_UP = re.compile(r"\b(?:gate|up)_proj\b")
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_ROPE_FACTORS = {  # Phi-3's tensors, with the rope parameter that each is
@@ -51,12 +52,17 @@ _HALVES = {
 
 
 def check_gguf_tensors(
-    file: GGUFFile, shapes: dict[str, list[int]], of_head: str = ""
+    file: GGUFFile,
+    shapes: dict[str, list[int]],
+    of_head: str = "",
+    is_elsewhere: Callable[[str], bool] = lambda name: False,
+    num_experts: int = 0,
 ) -> dict[str, GGUFTensor]:
     """Returns the file's tensors by the model's names (parts_in_files), in the order of the file's
     bytes, after a check that all agree with the model. `shapes` has every tensor that must be
     there. Layers that only predict tokens ahead are left out; or, for a head, which is the layer
-    `of_head`, all others.
+    `of_head`, all others. is_elsewhere: whether another rank has the tensor of this name, which is
+    left out. num_experts: of a layer, where `shapes` may have some of them.
 
     Raises ModelLoadError, naming file and tensor, for an architecture whose names are unknown, a
     tensor that is missing or unexpected, a wrong shape, and a type that cannot be read.
@@ -67,6 +73,7 @@ def check_gguf_tensors(
         for name, shape in shapes.items()
         for part, part_shape in parts_in_files(name, shape).items()
     }
+    wanted, shapes = shapes, _with_all_experts(shapes, num_experts)
     stacks, is_draft = _stacks(shapes), _draft_layers(file)
     found: dict[str, GGUFTensor] = {}
     for tensor in sorted(file.tensors.values(), key=lambda t: (t.path, t.offset)):
@@ -78,18 +85,18 @@ def check_gguf_tensors(
         is_own = name is not None and name.startswith(f"{of_head}.")
         if not is_own if of_head else is_draft(tensor.name):
             continue
-        names = [] if name is None else stacks.get(name, [name])
-        if name is not None and name not in shapes and ".qkv_proj." in name:
-            names = [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"]
         if name == HEAD and HEAD not in shapes:
             continue  # the model pools, or it generates with tied weights
         if architecture.shares_keys and _is_unused(name, shapes):
             continue
+        names = _weights_in(name, stacks, shapes)
         if name is not None and (whole := whole_of_heads(name)) in shapes:
             found[name] = tensor
             _check_part_of_heads(tensor, shapes[whole][1])
             continue
-        if not names or not all(one in shapes for one in names):
+        if not names and name is not None and is_elsewhere(name):
+            continue
+        if not names:
             raise ModelLoadError(
                 f"{tensor.path}: the model has no place for tensor {tensor.name:.100}"
             )
@@ -98,10 +105,34 @@ def check_gguf_tensors(
             found[one] = part
     _check_heads(found, shapes)
     wholes = {whole_of_heads(name) for name in found}
-    if missing := [name for name in shapes if name not in found and name not in wholes]:
+    if missing := [name for name in wanted if name not in found and name not in wholes]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelLoadError(f"{path}: there is no tensor for {missing[0]}{more}")
-    return found
+    others = shapes.keys() - wanted.keys()
+    return {name: tensor for name, tensor in found.items() if name not in others}
+
+
+def _weights_in(
+    name: str | None, stacks: Mapping[str, list[str]], shapes: Mapping[str, list[int]]
+) -> list[str]:
+    """The model's names of the weights that a tensor of this name has; none if one is no weight of
+    the model.
+    """
+    if name is None:
+        return []
+    names = stacks.get(name, [name])
+    if name not in shapes and ".qkv_proj." in name:
+        names = [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"]
+    return names if all(one in shapes for one in names) else []
+
+
+def _with_all_experts(shapes: Mapping[str, list[int]], count: int) -> dict[str, list[int]]:
+    """The shapes, and those of the experts that other engines have."""
+    all_shapes = dict(shapes)
+    for name, shape in shapes.items():
+        for expert in range(count if _EXPERT.search(name) else 0):
+            all_shapes.setdefault(_EXPERT.sub(f".experts.{expert}.", name), shape)
+    return all_shapes
 
 
 def whole_of_heads(name: str) -> str:

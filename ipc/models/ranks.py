@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from fractions import Fraction
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import EngineConfig, ModelConfig
 from ..errors import InvalidParameterError, ModelLoadError
+from .mixers import GatedDeltaNetConfig
 from .state_layout import state_bytes
 
 if TYPE_CHECKING:
@@ -184,8 +184,6 @@ def _check_model(config: EngineConfig, name: str) -> None:
         raise _refusal(config, name, f"must be 1 with this model ({error})") from error
     if architecture is None:
         raise _refusal(config, name, f"must be 1 with a model of type {found}")
-    if has_quantized_files(model):
-        raise _refusal(config, name, "must be 1 with a checkpoint of quantized weights")
     shape, size = architecture.parse(model.hf_config), config.device_config.tensor_parallel_size
     if size > 1 and (problem := _undivided(architecture, shape)):
         raise _refusal(config, name, f"must be 1 with {found}: {problem}")
@@ -260,19 +258,15 @@ def row_of(model: ModelConfig) -> tuple[Architecture | None, str]:
     return (ARCHITECTURES.get(found) if implementation == QUIRE else None), found
 
 
-def has_quantized_files(model: ModelConfig) -> bool:
-    from .gguf import is_gguf
-    from .quantization_config import parse_quantization
-
-    return parse_quantization(model.hf_config) is not None or is_gguf(Path(model.model))
-
-
 def _undivided(architecture: Architecture, shape: DecoderConfig) -> str:
     """Why the layers of a model are not divided among tensor ranks; "" where they are."""
     if architecture.qk_norm_whole:
         return "q and k are normed over all heads"
     if any(layer.sparsity for layer in shape.layers):
         return "an MLP keeps the largest of all its activations"
+    mixers = [shape.layer(index).mixer for index in range(shape.num_hidden_layers)]
+    if any(isinstance(one, GatedDeltaNetConfig) and one.is_interleaved for one in mixers):
+        return "a GGUF file has the value heads of a key head apart"
     return ""
 
 

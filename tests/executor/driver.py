@@ -18,6 +18,8 @@ from quire.executor.worker import Worker
 from quire.ipc.config import EngineConfig, config_fields
 from quire.ipc.lora import LoRARequest
 from quire.ipc.messages import Array
+from quire.ipc.models.gguf import is_gguf, read_gguf
+from quire.ipc.models.gguf_config import gguf_config
 from quire.ipc.params import SamplingParams
 from quire.ipc.step_messages import (
     ModelRunnerOutput,
@@ -30,10 +32,14 @@ from quire.tests.engine_device import engine_device
 
 
 def make_config(model: str | Path, hf_overrides: dict | None = None, **arguments) -> EngineConfig:
-    """Return a resolved configuration for the model in a directory. `arguments` are the flat names
-    of EngineArgs.
+    """Return a resolved configuration for the model in a directory, or in a GGUF file. `arguments`
+    are the flat names of EngineArgs.
     """
-    hf_config = json.loads((Path(model) / "config.json").read_text()) | (hf_overrides or {})
+    if is_gguf(Path(model)):
+        hf_config = gguf_config(read_gguf(Path(model)))
+    else:
+        hf_config = json.loads((Path(model) / "config.json").read_text())
+    hf_config |= hf_overrides or {}
     defaults = {
         "max_model_len": 256,
         "dtype": "float32",

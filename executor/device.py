@@ -71,6 +71,12 @@ def use_gpu_of_rank(config: EngineConfig, rank: int) -> None:
     torch.cuda.set_device(rank)
 
 
+def use_in_thread(device: torch.device) -> None:
+    """Makes `device` the one that a new thread computes on, where it is a GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def select_dtype(name: str, device: torch.device) -> torch.dtype:
     """ "bfloat16" or "float32" -> torch's dtype.
 

@@ -20,16 +20,18 @@ from ..ipc.models.draft_heads import head_rows
 from ..kernels.cpu.native.recorder import Limits
 from ..kernels.registry import OpTable
 from .head_builder import HeadBuilder
-from .input_batch import InputBatch
 from .kv_cache_memory import KVCacheMemory, release_caches
 from .model import Forward, Model
 from .model_builder import ModelBuilder
 from .models.draft_heads import DraftHead
 from .program.step_program import record_step
+from .runner.assembly import RunnerState, no_buffers
+from .runner.cuda_graphs import Capture, GraphedStep
+from .runner.device_inputs import DeviceInputMaker
 from .runner.speculation.draft_head import HeadDrafter
 from .runner.speculation.draft_model import DraftModel
 from .runner.speculation.draft_passes import DraftPasses
-from .runner.step_inputs import dummy_step
+from .runner.step_inputs import StepInputMaker, dummy_step
 
 Report = Callable[[str, float], None]
 
@@ -59,7 +61,9 @@ def draft_config(config: EngineConfig) -> ModelConfig | None:
 class Draft:
     """A model that drafts, or heads. The constructor builds it without a cache. `builder` has built
     `model`, which verifies and whose layers have the kv_cache_windows (see Executor). What drafts
-    keeps the whole context, in the blocks of the first group.
+    keeps the whole context, in the blocks of the first group. `capture`: of graphs, which decodes
+    of a draft model on a GPU are replayed from. A head's are not: a capture runs the pass, which
+    would overwrite the state that it reads.
 
     Raises ModelLoadError, InvalidParameterError, NotEnoughMemoryError.
     """
@@ -70,9 +74,10 @@ class Draft:
         model_config: ModelConfig,
         builder: ModelBuilder,
         model: Model,
-        batch: InputBatch,
+        state: RunnerState,
         kv_cache_windows: tuple[int, ...],
         report: Report,
+        capture: Callable[[], Capture] | None = None,
     ):
         scheduler_config = config.scheduler_config
         method = resolved(scheduler_config.speculative_config).method
@@ -91,7 +96,7 @@ class Draft:
             ),
         )
         self._num_groups = len(kv_cache_windows)
-        self._batch = batch
+        self._state, self._device, self._capture = state, builder.device, capture
         max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
         most_held = resolved(scheduler_config.speculative_config).num_speculative_tokens + 1
         kv_cache = builder.kv_cache_dtype, builder.device
@@ -122,12 +127,22 @@ class Draft:
 
     def _make_drafter(self, forwards: Sequence[Forward | None]) -> DraftModel | HeadDrafter:
         """forwards: how a pass of each model runs; None: operation by operation."""
-        ops, batch, first = self._builder.ops, self._batch, len(self._heads()) and 1
-        passes = [
-            DraftPasses(built, ops, batch, first + depth, forward)
-            for depth, (built, forward) in enumerate(zip(self._built, forwards))
-        ]
+        ops, batch, first = self._builder.ops, self._state.batch, len(self._heads()) and 1
+        passes = []
+        for depth, (built, forward) in enumerate(zip(self._built, forwards)):
+            ahead = first + depth
+            make_inputs = self._make_inputs(ahead, forward)
+            passes.append(DraftPasses(built, ops, batch, make_inputs, ahead, forward))
         return self._drafter_of(passes, batch)
+
+    def _make_inputs(
+        self, ahead: int, forward: Forward | None
+    ) -> StepInputMaker | DeviceInputMaker:
+        tables, block_size = self._state.tables, self._state.batch.block_size
+        if tables is None:
+            return StepInputMaker(self._state.batch, block_size, tokens_ahead=ahead)
+        buffers = forward.buffers if isinstance(forward, GraphedStep) else no_buffers
+        return DeviceInputMaker(tables, block_size, self._builder.ops, buffers, tokens_ahead=ahead)
 
     @property
     def weights_bytes(self) -> int:
@@ -159,17 +174,31 @@ class Draft:
             self._record()
 
     def _record(self) -> None:
-        """Records the programs, which hold the addresses of weights and cache."""
-        max_num_seqs = self._config.scheduler_config.max_num_seqs
-        limits = Limits(self._rows, max_num_seqs, max_num_seqs)
-        ops, groups = self._builder.ops, self._num_groups
-        self.drafter = self._make_drafter(
-            [record_step(built, ops, limits, groups) for built in self._built]
-        )
+        """Records the programs or graphs, which hold the addresses of weights and cache."""
+        self.drafter = self._make_drafter([self._make_forward(built) for built in self._built])
 
-    def run_pass(self, num_tokens: int) -> None:
-        """Runs a pass of one-token rows, of the first model, that has no effect on the cache."""
-        self.drafter.passes.run(*dummy_step(num_tokens, num_tokens, self._num_groups))
+    def _make_forward(self, built: Model) -> Forward | None:
+        max_num_seqs = self._config.scheduler_config.max_num_seqs
+        ops, groups = self._builder.ops, self._num_groups
+        if self._device.type == "cpu":
+            limits = Limits(self._rows, max_num_seqs, max_num_seqs)
+            return record_step(built, ops, limits, groups)
+        if self._capture is None or isinstance(built, DraftHead):
+            return None
+        longest = resolved(self._config.model_config.max_model_len)
+        sizes = max_num_seqs, longest, self._config.cache_config.block_size
+        graphs = GraphedStep(built, ops, *sizes, self._device, self._capture(), groups)
+        graphs.prepare()
+        return graphs
+
+    def run_pass(self, num_tokens: int, num_logits: int | None = None) -> None:
+        """Runs a pass of one-token rows, of the first model, that has no effect on the cache.
+        num_logits: None: of all tokens.
+        """
+        num_logits = num_tokens if num_logits is None else num_logits
+        step = dummy_step(num_tokens, num_logits, self._num_groups, self._device)
+        with torch.inference_mode():
+            self.drafter.passes.run(*step)
 
     def release_cache(self) -> None:
         """Frees the cache. No drafts follow until `allocate`."""

@@ -60,7 +60,7 @@ from .runner.cuda_graphs import Capture, CudaCapture, GraphedStep
 from .runner.image_table import ImageTable
 from .runner.launched_steps import HostStep, PendingStep
 from .runner.model_runner import ModelRunner
-from .runner.speculation.draft_depth import DraftDepth
+from .runner.speculation.draft_depth import DraftDepth, cpu_clock, gpu_clock
 from .runner.speculation.drafters import LookupDrafter
 from .runner.speculation.verification import (
     make_lookup,
@@ -182,8 +182,10 @@ class Worker:
         """The model or head that drafts, if there is one."""
         if (model_config := draft_config(self.config)) is None:
             return None
-        tables = self.state.batch, self.kv_cache_windows
-        return Draft(self.config, model_config, self._builder, self.model, *tables, report)
+        tables = self.state, self.kv_cache_windows
+        capture = None if self.config.device_config.enforce_eager else CudaCapture
+        parts = self.config, model_config, self._builder, self.model, *tables, report
+        return Draft(*parts, capture)
 
     def _make_state(self, processors: Sequence[LoadedProcessor]) -> RunnerState:
         """The tables of requests, and what belongs to their slots."""
@@ -344,17 +346,24 @@ class Worker:
         self._cache.bind(self.model.attention_layers(), 1)
         if self._states is not None:
             self._states.allocate(self.model.state_layers(), 1)
+        if self._draft is not None:
+            self._draft.allocate(1)
         num_bytes = devices.free_share_bytes(
             self.device, self.config.cache_config.gpu_memory_utilization
         )
         # a step takes it once, and graphs, which have a memory pool of their own, take it again
         max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
         for num_tokens in (max_num_tokens, scheduler_config.max_num_seqs):
-            num_logits = min(num_tokens, scheduler_config.max_num_seqs)
+            num_logits = min(num_tokens, max_num_logits(scheduler_config))
             num_bytes -= devices.peak_bytes(
                 self.device,
                 partial(self.runner.execute_dummy_batch, num_tokens, num_logits, is_sampled=True),
             )
+            if self._draft is not None:
+                num_logits = min(num_tokens, scheduler_config.max_num_seqs)
+                num_bytes -= devices.peak_bytes(
+                    self.device, partial(self._draft.run_pass, num_tokens, num_logits)
+                )
         return num_bytes
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
@@ -388,14 +397,36 @@ class Worker:
         # broken operation fails here
         self.runner.execute_dummy_batch()
         if self._depth is None:  # otherwise it has slept, and its costs are known
-            self._depth = measure_depth(
-                self.config.scheduler_config,
-                self.state.batch,
-                lambda num_tokens: self.runner.execute_dummy_batch(num_tokens, num_tokens),
-                self.num_threads,
-                None if self._draft is None else self._draft.run_pass,
-            )
+            self._depth = self._measure_depth()
             self._assemble()
+
+    def _measure_depth(self) -> DraftDepth | None:
+        """How many drafts are worth their cost; None of an engine that doesn't ask."""
+        draft = self._draft
+
+        def run_pass(num_tokens: int) -> None:
+            self.runner.execute_dummy_batch(num_tokens, num_tokens)
+            devices.synchronize(self.device)
+
+        def verify(num_tokens: int) -> None:
+            # rows without logits: no graph has such a pass, and none that verifies
+            self.runner.execute_dummy_batch(num_tokens, max(1, num_tokens - 1))
+            devices.synchronize(self.device)
+
+        def run_draft_pass(num_tokens: int) -> None:
+            assert draft is not None
+            draft.run_pass(num_tokens)
+            devices.synchronize(self.device)
+
+        is_on_cpu = self.device.type == "cpu"
+        return measure_depth(
+            self.config.scheduler_config,
+            self.state.batch,
+            run_pass,
+            cpu_clock(self.num_threads) if is_on_cpu else gpu_clock,
+            None if draft is None else run_draft_pass,
+            None if is_on_cpu else verify,
+        )
 
     def _make_forward(self) -> Forward | None:
         """Makes what runs the model; None: operation by operation. Call it again when weights or
@@ -588,7 +619,8 @@ class Worker:
         if self.runner.launched is not None and self.tracer is None:
             return self._launch(scheduler_output)
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-executor")
+            use = partial(devices.use_in_thread, self.device)
+            self._thread = ThreadPoolExecutor(1, "quire-executor", use)
         return self._thread.submit(self.execute_model, scheduler_output)
 
     def _launch(

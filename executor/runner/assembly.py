@@ -5,6 +5,7 @@ Must not know: how memory is allocated, files, what a request asks for.
     on a CPU          SpeculativeStep ▶ BurstStep ▶ LookAhead ▶ PlainStep ▶ Forward
                       the first two where the engine has them
     on a device       LaunchedSteps ▶ LookAhead ▶ PlainStep ▶ Forward
+                      SpeculativeStep ▶ LookAhead ▶ PlainStep ▶ Forward, where the engine drafts
     stage before the  StageStep ▶ PlainStep ▶ Forward
     last one
 
@@ -37,7 +38,7 @@ from ..sampling.sampler import Sampler
 from ..state_memory import StateMemory
 from .block_mover import BlockMover
 from .bursts import Bursts, BurstStep
-from .cuda_graphs import GraphedStep, Tensors
+from .cuda_graphs import GraphedStep
 from .device_inputs import DeviceInputMaker, DeviceTables
 from .image_table import ImageTable
 from .launched_steps import LaunchedSteps, StepLauncher
@@ -109,9 +110,8 @@ def assemble(
     if model.images is not None and model.encoder is not None and state.images is not None:
         apply = in_turn(encode_images(model.encoder, model.images, state.images), apply)
     if state.tables is not None:
-        buffers = forward.buffers if isinstance(forward, GraphedStep) else no_buffers
-        types = model.num_token_types
-        steps = _on_device(state, state.tables, run_pass, ops, special, apply, buffers, types)
+        parts = _device_parts(state, state.tables, model, forward, run_pass, special)
+        steps = _on_device(state, state.tables, parts, apply, speculation, model.taps)
     else:
         tables = {"states": state.states, "images": state.images}
         make_inputs = StepInputMaker(batch, batch.block_size, model.num_token_types, **tables)
@@ -163,7 +163,8 @@ class _Steps(NamedTuple):
     launched: LaunchedSteps | None = None
 
 
-_Parts = tuple[InputBatch, StepInputMaker, Forward, OpTable, SpecialRows]  # of a PlainStep
+# of a PlainStep
+_Parts = tuple[InputBatch, StepInputMaker | DeviceInputMaker, Forward, OpTable, SpecialRows]
 
 
 def _plain(parts: _Parts, bursts: Bursts | None, apply: Apply) -> _Steps:
@@ -188,22 +189,41 @@ def _with_bursts(bursts: Bursts | None, step: StepRunner) -> StepRunner:
     return step if bursts is None else BurstStep(bursts, step)
 
 
+_DeviceParts = tuple[InputBatch, DeviceInputMaker, Forward, OpTable, SpecialRows]
+
+
+def _device_parts(
+    state: RunnerState,
+    tables: DeviceTables,
+    model: Model,
+    forward: Forward,
+    run_pass: Forward,
+    special: SpecialRows,
+) -> _DeviceParts:
+    """The parts of a PlainStep whose tables are on a device."""
+    buffers = forward.buffers if isinstance(forward, GraphedStep) else no_buffers
+    batch, ops = state.batch, special.sampler.ops
+    others = model.num_token_types, state.states, state.images
+    make_inputs = DeviceInputMaker(tables, batch.block_size, ops, buffers, *others)
+    return batch, make_inputs, run_pass, ops, special
+
+
 def _on_device(
     state: RunnerState,
     tables: DeviceTables,
-    run_pass: Forward,
-    ops: OpTable,
-    special: SpecialRows,
+    parts: _DeviceParts,
     apply: Apply,
-    buffers: Callable[[int], Tensors | None],
-    num_token_types: int,
+    speculation: Speculation | None,
+    taps: Taps | None,
 ) -> _Steps:
-    """Steps whose tables are on a device; a stage before the last one does not launch them."""
-    batch, apply = state.batch, in_turn(apply, tables.note_differences)
-    make_inputs = DeviceInputMaker(
-        tables, batch.block_size, ops, buffers, num_token_types, state.states, state.images
-    )
-    plain = PlainStep(batch, make_inputs, run_pass, ops, special)
+    """Steps whose tables are on a device. A stage before the last one does not launch them, nor
+    does an engine that drafts, since what follows depends on the tokens.
+    """
+    apply = in_turn(apply, tables.note_differences)
+    if speculation is not None:
+        return _speculative(parts, None, apply, speculation, taps)
+    batch, make_inputs, run_pass, ops, _ = parts
+    plain = PlainStep(*parts)
     look_ahead = LookAhead(batch, plain)
     if state.pending is not None:
         return _Steps(plain, look_ahead, apply)

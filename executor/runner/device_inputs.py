@@ -8,7 +8,7 @@ Must not know: the model, how rows are sampled, why anything changes.
 
 The device appends what it samples to its own token_ids, and the host learns it later. So the host's
 tables have all but the newest tokens, and the device's have all but what the host has sampled,
-which is sent with the next step.
+which is sent with the next step, as are the drafts that a step verifies.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class DeviceTables:
         self.group_tables = self.block_tables.view(num_slots, num_groups, row).unbind(1)
         # slot -> index of the first token that the device lacks
         self._unsent_tokens: dict[int, int] = {}
+        self._unsent_drafts: dict[int, int] = {}  # slot -> how many follow its tokens
         # place in memory, words [N] i32: of other tables
         self._unsent_runs: list[tuple[int, np.ndarray]] = []
 
@@ -83,9 +84,19 @@ class DeviceTables:
                 ]
 
     def note_sampled_by_host(self, slots: np.ndarray) -> None:
-        """Notes tokens that the host may append to `slots` [R] and the device does not know."""
+        """Notes tokens that the host may append to `slots` [R] and the device does not know. Those
+        that it knows behind them, such as drafts, are of no use from now on.
+        """
+        unsent = self._unsent_tokens
         for slot, num_tokens in zip(slots.tolist(), self.batch.num_tokens[slots].tolist()):
-            self._unsent_tokens.setdefault(slot, num_tokens)
+            unsent[slot] = min(unsent.get(slot, num_tokens), num_tokens)
+
+    def note_drafts(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Notes that `counts` [R] drafts follow the tokens of `slots` [R] in the host's table."""
+        drafting = np.flatnonzero(counts)
+        if len(drafting):
+            self.note_sampled_by_host(slots[drafting])
+            self._unsent_drafts = dict(zip(slots[drafting].tolist(), counts[drafting].tolist()))
 
     def ship(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Copies the arrays to the device and updates the tables: one copy, and one launch if
@@ -93,19 +104,16 @@ class DeviceTables:
         """
         runs, batch = self._unsent_runs, self.batch
         for slot, start in self._unsent_tokens.items():
-            runs.append(
-                (
-                    self._place(self.token_ids, slot, start),
-                    batch.token_ids[slot, start : batch.num_tokens[slot]],
-                )
-            )
+            end = batch.num_tokens[slot] + self._unsent_drafts.get(slot, 0)
+            place = self._place(self.token_ids, slot, start)
+            runs.append((place, batch.token_ids[slot, start:end]))
         if runs:
             arrays = arrays | {
                 "places": np.array([place for place, _ in runs]),
                 "starts": np.cumsum([0, *(len(words) for _, words in runs)], dtype=np.int32),
                 "words": np.concatenate([words for _, words in runs]),
             }
-        self._unsent_tokens, self._unsent_runs = {}, []
+        self._unsent_tokens, self._unsent_drafts, self._unsent_runs = {}, {}, []
         tensors = packed(arrays, self.device)
         if runs:
             self._write_runs(
@@ -150,11 +158,13 @@ class DeviceInputMaker:
         num_token_types: int = 0,
         states: StateTable | None = None,
         images: ImageTable | None = None,
+        tokens_ahead: int = 0,
     ):
         """num_token_types: that a model distinguishes; 0: it takes none. states: of a model that
-        keeps any. images: of a model that reads any.
+        keeps any. images: of a model that reads any. tokens_ahead: see StepInputMaker.
         """
-        self._num_token_types = num_token_types
+        self._num_token_types, self._tokens_ahead = num_token_types, tokens_ahead
+        self._token_table = tables.token_ids[:, tokens_ahead:]
         self.tables, self._states, self._images = tables, states, images
         self.block_size = block_size
         self._prepare = ops.prepare_step_inputs
@@ -166,22 +176,32 @@ class DeviceInputMaker:
         self._rows = torch.arange(num_slots, dtype=torch.int64, device=device)
 
     def __call__(self, scheduler_output: SchedulerOutput) -> StepInputs:
-        """Makes the inputs of a step that the host samples. It knows all tokens so far."""
-        layout = lay_out(scheduler_output, self.tables.batch.num_tokens)
+        """Makes the inputs of a step that the host samples. It knows all tokens so far, and what a
+        row computes beyond them are drafts.
+        """
+        num_tokens = self.tables.batch.num_tokens - self._tokens_ahead
+        layout = lay_out(scheduler_output, num_tokens)
         self.tables.batch.check_blocks(layout.slots, layout.seq_lens)
-        (columns,) = self.ship([layout])
+        num_drafts = layout.num_drafts(num_tokens)
+        self.tables.note_drafts(layout.slots, num_drafts)
+        (columns,) = self.ship([layout], num_drafts)
         inputs = self.prepare(layout, columns)
         self.tables.note_sampled_by_host(inputs.sampled_slots)
         return inputs
 
-    def ship(self, layouts: Sequence[StepLayout]) -> list[dict[str, torch.Tensor]]:
+    def restart(self) -> None:
+        """See StepInputMaker: here no step continues another."""
+
+    def ship(
+        self, layouts: Sequence[StepLayout], num_drafts: np.ndarray | int = 0
+    ) -> list[dict[str, torch.Tensor]]:
         """Copies the rows of all passes of a step to the device, with all that the tables lack, in
-        one copy.
+        one copy. num_drafts [B]: tokens of each row that are drafts.
 
         For each pass: the arguments of `prepare`, and the slots [R] i32 and positions [R] i64 of
         the tokens to sample.
         """
-        passes = [self._columns(layout) for layout in layouts]
+        passes = [self._columns(layout, num_drafts) for layout in layouts]
         tensors = self.tables.ship(
             {
                 f"{name} {number}": column
@@ -202,7 +222,7 @@ class DeviceInputMaker:
             shipped.append(there)
         return shipped
 
-    def _columns(self, layout: StepLayout) -> dict[str, np.ndarray]:
+    def _columns(self, layout: StepLayout, num_drafts: np.ndarray | int) -> dict[str, np.ndarray]:
         slots = layout.slots.astype(np.int32)
         positions = layout.seq_lens[layout.sampled_rows].astype(np.int64)
         columns = {
@@ -215,8 +235,7 @@ class DeviceInputMaker:
             columns["logits_indices"] = layout.logits_indices()
             columns["sampled_slots"] = slots[layout.sampled_rows]
         if self._states is not None:
-            # a device computes no drafts: what a pass computes is known
-            columns["last_positions"] = layout.seq_lens.astype(np.int64) - 1
+            columns["last_positions"] = layout.seq_lens.astype(np.int64) - 1 - num_drafts
             columns["copy_positions"] = self._states.copy_positions[layout.slots]
             columns["copy_places"] = self._states.copy_places[layout.slots]
         if self._images is not None:
@@ -256,7 +275,7 @@ class DeviceInputMaker:
         for group, table in enumerate(tables.group_tables):
             self._prepare(
                 *rows,
-                tables.token_ids,
+                self._token_table,
                 table,
                 self.block_size,
                 token_ids,

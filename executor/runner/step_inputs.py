@@ -85,6 +85,10 @@ class StepLayout(NamedTuple):
         """[R]"""
         return self.query_start_loc[1:][self.sampled_rows] - 1
 
+    def num_drafts(self, num_tokens: np.ndarray) -> np.ndarray:
+        """num_tokens [slots]: length of each slot's sequence -> [B]: what a row computes beyond."""
+        return np.maximum(self.seq_lens - num_tokens[self.slots], 0)
+
     def of_tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """The position and the slot of each token: two of [T]."""
         firsts = self.num_computed - self.query_start_loc[:-1]

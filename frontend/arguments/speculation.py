@@ -46,8 +46,6 @@ def check_speculation(config: EngineConfig) -> None:
         raise InvalidParameterError(OPTION, f"method {wanted.method} needs enable_lora=False")
     if wanted.draft_model_config is not None:
         raise InvalidParameterError(OPTION, "draft_model_config follows from model; leave it out")
-    if config.device_config.device == "cuda":
-        raise InvalidParameterError(OPTION, "needs device=cpu")
 
 
 def resolve_speculation(scheduler_config: Any, config: EngineConfig, target: ModelConfig) -> Any:

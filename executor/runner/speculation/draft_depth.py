@@ -45,6 +45,9 @@ def cpu_clock(num_threads: int) -> Callable[[], float]:
     return lambda: time.process_time() / num_threads
 
 
+gpu_clock = time.perf_counter  # of passes that are waited for
+
+
 def measure_costs(
     run_pass: Callable[[int], None], counts: Sequence[int], clock: Callable[[], float]
 ) -> dict[int, float]:
@@ -93,15 +96,22 @@ class PassCosts:
 
 class DraftDepth:
     """`most`: drafts of one row. `costs`: of a pass of the model; `draft_costs`: of a pass of the
-    draft model, which gives each row one draft; None: drafts take no time.
+    draft model, which gives each row one draft; None: drafts take no time. `verify_costs`: of a
+    pass that verifies drafts; None: as any other.
     """
 
     def __init__(
-        self, most: int, batch: InputBatch, costs: PassCosts, draft_costs: PassCosts | None = None
+        self,
+        most: int,
+        batch: InputBatch,
+        costs: PassCosts,
+        draft_costs: PassCosts | None = None,
+        verify_costs: PassCosts | None = None,
     ):
         self.most = most
         self._batch = batch
         self._cost, self._draft_costs = costs, draft_costs
+        self._verify_cost = verify_costs or costs
         # What one text repeats says nothing about the next text; how well a model drafts does.
         self._prior = PRIOR
         num_slots = len(batch.num_tokens)
@@ -142,7 +152,7 @@ class DraftDepth:
                 gained += counts[p] * p * (1 - p**depth) / (1 - p)
                 num_drafts += counts[p] * depth
                 num_drafting += counts[p] if depth else 0
-            seconds = self._cost(num_tokens + num_drafts)
+            seconds = self._verify_cost(num_tokens + num_drafts)
             seconds += self._drafting_s(num_drafting, max(depths.values()))
             if gained / seconds > best_rate:
                 depth_of, best_rate = depths, gained / seconds
@@ -169,7 +179,7 @@ class DraftDepth:
         return max(
             num_rows
             * (depth + 1)
-            / (self._cost(num_tokens + num_rows * depth) + self._drafting_s(num_rows, depth))
+            / (self._verify_cost(num_tokens + num_rows * depth) + self._drafting_s(num_rows, depth))
             for depth in {1, (self.most + 1) // 2, self.most}
         )
 

@@ -26,6 +26,7 @@ Drafts beyond the last head's are further passes of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -48,9 +49,7 @@ class HeldStates:
         self.passes, self.state = passes, passes.model.state
         self.num_computed = np.zeros(num_slots, np.int64)
         self.num_held = np.zeros(num_slots, np.int64)
-        self._held = torch.zeros(
-            num_slots, most_held, *self.state.shape[1:], dtype=self.state.dtype
-        )
+        self._held = self.state.new_zeros(num_slots, most_held, *self.state.shape[1:])
 
     def waiting(self, slot: int) -> torch.Tensor:
         return self._held[slot, : self.num_held[slot]]
@@ -84,7 +83,7 @@ class HeldStates:
 
     def left_by(self, inputs: StepInputs) -> Arrivals:
         """What the pass with these inputs has left."""
-        ends = inputs.metadata.query_start_loc.tolist()
+        ends = starts_of(inputs)
         rows = zip(inputs.slots.tolist(), ends, ends[1:])
         return [(slot, self.state[begin:end]) for slot, begin, end in rows]
 
@@ -127,11 +126,11 @@ class HeadDrafter:
     def observe(self, inputs: StepInputs, hidden: torch.Tensor) -> None:
         """Takes a pass of the model, whose drawn tokens are known; hidden [T, hidden_size]."""
         first_head, arrivals = self.heads[0], Arrivals()
-        ends = inputs.metadata.query_start_loc.tolist()
+        ends = starts_of(inputs)
         for row, slot in enumerate(inputs.slots.tolist()):
             start = int(first_head.num_computed[slot] + first_head.num_held[slot])
             # a model with states computes accepted drafts again, which the head has seen
-            num_seen = start - int(inputs.positions[ends[row]])
+            num_seen = start - inputs.metadata.seq_lens_list[row] + ends[row + 1] - ends[row]
             first = ends[row] + num_seen
             # positions whose next token is known; drafts that were refused are none
             count = min(ends[row + 1] - first, int(self._batch.num_tokens[slot]) - 1 - start)
@@ -249,3 +248,8 @@ class HeadDrafter:
         state = self.heads[-1].state
         kept = state[: len(rows)][torch.from_numpy(rows)]
         state[: len(kept)] = kept
+
+
+def starts_of(inputs: StepInputs) -> list[int]:
+    """[B + 1]: where each row's tokens begin, as query_start_loc has it on the device."""
+    return [0, *accumulate(inputs.metadata.query_lens)]

@@ -19,6 +19,7 @@ from ...model import Forward, Model
 from ...program.step_program import OpByOp
 from ...sampling.sampler import draw_parameters
 from ..bursts import Bursts
+from ..device_inputs import DeviceInputMaker
 from ..step_inputs import StepInputMaker, StepInputs
 
 
@@ -32,16 +33,21 @@ class DraftPasses:
         model: Model,
         ops: OpTable,
         batch: InputBatch,
+        make_inputs: StepInputMaker | DeviceInputMaker,
         ahead: int = 0,
         forward: Forward | None = None,
     ):
-        """forward: None: operation by operation."""
+        """make_inputs: with `ahead` tokens_ahead. forward: None: operation by operation."""
         self.model, self.ops = model, ops
         self.run = forward or OpByOp(model, ops)
-        self.make_inputs = StepInputMaker(batch, batch.block_size, tokens_ahead=ahead)
+        self.make_inputs = make_inputs
         self._bursts: Bursts | None = None
-        if isinstance(forward, Program) and "sample_tokens" in ops.native:
-            self._bursts = Bursts(forward, batch, self.make_inputs)
+        if (
+            isinstance(forward, Program)
+            and isinstance(make_inputs, StepInputMaker)
+            and "sample_tokens" in ops.native
+        ):
+            self._bursts = Bursts(forward, batch, make_inputs)
         self._batch = batch
         self._ahead = ahead
 
@@ -86,14 +92,14 @@ class DraftPasses:
         is_finite: torch.Tensor,
     ) -> None:
         """Draws a token for each of `slots` [B]."""
-        batch, drawn, good = self._batch, largest, is_finite.numpy()
+        batch, drawn, good = self._batch, largest, is_finite.numpy(force=True)
         if not good.all():
             logits[~is_finite] = 0.0  # safe to draw from
         if batch.draws(slots):
-            positions = torch.from_numpy(batch.num_tokens[slots])
+            positions = torch.from_numpy(batch.num_tokens[slots]).to(logits.device)
             parameters = draw_parameters(batch, slots, logits.device)
             drawn = self.ops.sample_tokens(logits, *parameters, positions)
-        batch.append_tokens(slots[good], drawn.numpy()[good])
+        batch.append_tokens(slots[good], drawn.numpy(force=True)[good])
 
 
 def pass_over(slots: list[int], counts: list[int], starts: list[int]) -> SchedulerOutput:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ from ...sampling.logprob_arrays import join_logprobs
 from ...sampling.sampler import NOT_FINITE, Sampler
 from ..look_ahead import tokens_by_row
 from ..step_inputs import StepInputs
-from .draft_depth import DraftDepth, PassCosts, cpu_clock, measure_costs
+from .draft_depth import DraftDepth, PassCosts, measure_costs
 from .drafters import Drafter, LookupDrafter
 from .proposers import FirstOf, NgramProposer, Proposer
 from .suffix_proposer import SuffixProposer
@@ -79,34 +80,46 @@ def measure_depth(
     scheduler_config: SchedulerConfig,
     batch: InputBatch,
     run_pass: Callable[[int], None],
-    num_threads: int,
+    clock: Callable[[], float],
     run_draft_pass: Callable[[int], None] | None = None,
+    verify: Callable[[int], None] | None = None,
 ) -> DraftDepth | None:
     """How many drafts are worth their cost; None of an engine that doesn't ask. `run_pass` and
     `run_draft_pass`, of the model and of the one that drafts, take a number of tokens, each with
-    logits; num_threads compute them.
+    logits, and return when they are computed. verify: a pass of the model as drafts are verified
+    on a GPU, where other passes are replayed from graphs, and the first of each compiles kernels;
+    None: as any other. clock: measures seconds of these passes.
     """
     wanted = scheduler_config.speculative_config
     if wanted is None or not wanted.adaptive:
         return None
+    measure = partial(_measured, wanted.method, clock, verify is not None)
     most_rows = max_num_logits(scheduler_config)
     counts = [count for count in MEASURED_TOKENS if count <= most_rows]
-    clock = cpu_clock(num_threads)
-    costs = _measured("a pass", wanted.method, run_pass, counts, clock)
+    costs = measure("a pass", run_pass, counts)
     draft_costs = None
     if run_draft_pass is not None:
         counts = [count for count in counts if count <= scheduler_config.max_num_seqs]
-        draft_costs = _measured("a draft", wanted.method, run_draft_pass, counts, clock)
-    return DraftDepth(wanted.num_speculative_tokens, batch, costs, draft_costs)
+        draft_costs = measure("a draft", run_draft_pass, counts)
+    verify_costs = None
+    if verify is not None:
+        counts = [count for count in MEASURED_TOKENS if 1 < count <= most_rows]
+        verify_costs = measure("a pass with drafts", verify, counts)
+    most = wanted.num_speculative_tokens
+    return DraftDepth(most, batch, costs, draft_costs, verify_costs)
 
 
 def _measured(
-    what: str,
     method: str,
+    clock: Callable[[], float],
+    is_compiled: bool,
+    what: str,
     run_pass: Callable[[int], None],
     counts: Sequence[int],
-    clock: Callable[[], float],
 ) -> PassCosts:
+    """is_compiled: by the first run of each count, which is not measured."""
+    for count in counts if is_compiled else ():
+        run_pass(count)
     costs = measure_costs(run_pass, counts, clock)
     logger.info(
         "speculation by %s: %s of %s tokens takes %s ms",
@@ -362,9 +375,10 @@ def first_rows(num_drafts: np.ndarray) -> np.ndarray:
 
 def logits_rows(inputs: StepInputs, drafts: list[np.ndarray]) -> torch.Tensor:
     """[R] i64: of each sampled row in turn, its last known token and its drafts."""
-    ends = inputs.metadata.query_start_loc.numpy()[1:].astype(np.int64)
+    ends = np.cumsum(inputs.metadata.query_lens)
     rows = [
         np.arange(end - len(drafts[index]) - 1, end)
         for end, index in zip(ends[inputs.sampled_rows], inputs.order[inputs.sampled_rows])
     ]
-    return torch.from_numpy(np.concatenate(rows) if rows else np.empty(0, np.int64))
+    indices = np.concatenate(rows) if rows else np.empty(0, np.int64)
+    return torch.from_numpy(indices).to(inputs.token_ids.device)

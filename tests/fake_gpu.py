@@ -1,0 +1,301 @@
+"""A GPU without a GPU: tensors that say that they are on cuda:0, hold their values in host memory,
+and refuse what a real GPU's tensors refuse.
+
+A computation of tensors of both devices raises an error, as does `numpy()`; copies are explicit.
+Kernels are those of the CPU, so tokens have the CPU's bits. Graphs are repeated calls
+(tests/executor/on_device.py), a stream is done at once. What is not shown: the kernels of a GPU,
+the order of streams, speed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, is_dataclass, replace
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from quire.executor import worker
+from quire.kernels import registry
+from quire.kernels.metadata import AttentionMetadata
+from quire.tests.executor.on_device import FakeCapture
+from torch.utils._python_dispatch import TorchDispatchMode
+
+GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+# copies between devices, and operations that take indices of the host
+BETWEEN_DEVICES = {
+    aten.copy_.default,
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._index_put_impl_.default,
+}
+# operations with tensors of the host as well as the device, by their contracts
+WITH_THE_HOST = {"copy_blocks"}
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the GPU. `held` has its values."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> OnGpu:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=CPU,  # torch guards what it knows to be on cuda
+        )
+        made.held = inner
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+    def data_ptr(self) -> int:
+        return self.held.data_ptr()
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        if not force:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        return self.held.numpy().copy()
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return GPU
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def tolist(self) -> Any:
+        return self.held.tolist()
+
+    def record_stream(self, s: Any) -> None:
+        pass
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnGpu({self.held!r})"
+
+
+def run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Computes an operation of torch where its tensors are."""
+    wrappers: dict[int, OnGpu] = {}
+    on_host, wanted = [], []
+
+    def unwrap(value: Any) -> Any:
+        if isinstance(value, OnGpu):
+            wrappers[id(value.held)] = value
+            return value.held
+        if isinstance(value, torch.Tensor):
+            on_host.append(value)
+        if isinstance(value, torch.device):
+            wanted.append(value.type)
+            return CPU
+        return value
+
+    is_conversion = func.overloadpacket in (aten.to, aten._to_copy)
+    args, kwargs = _mapped(unwrap, args), {k: _mapped(unwrap, v) for k, v in kwargs.items()}
+    if kwargs.pop("pin_memory", None):
+        kwargs["pin_memory"] = False
+    if func is aten.to.other:
+        wanted.append("cuda" if id(args[1]) in wrappers else "cpu")
+    is_on_gpu = wanted[-1] == "cuda" if wanted else bool(wrappers)
+    if wrappers and on_host and not is_conversion and func not in BETWEEN_DEVICES:
+        if any(tensor.dim() for tensor in on_host):
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device: {func} got tensors of "
+                f"{[list(tensor.shape) for tensor in on_host]} on the host"
+            )
+    result = func(*args, **kwargs)
+    moves = is_conversion and is_on_gpu != bool(wrappers)
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if moves:
+            value = value.clone()
+        if not is_on_gpu:
+            return value
+        known = wrappers.get(id(value))
+        return OnGpu(value) if known is None else known
+
+    return _mapped(wrap, result)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies a function to what tuples and lists hold."""
+    if isinstance(value, (tuple, list)):
+        return type(value)([_mapped(function, item) for item in value])
+    return function(value)
+
+
+class _Mode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would import it, for seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+
+class _Kernels:
+    """Runs the CPU's kernels on tensors of the GPU."""
+
+    def __init__(self) -> None:
+        self._metadata: Any = weakref.WeakKeyDictionary()
+
+    def on_gpu(self, op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(registry.CONTRACTS[op])
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._inner(op, (args, kwargs))
+            return self._outer(function(*args, **kwargs))
+
+        return call
+
+    def _inner(self, op: str, value: Any) -> Any:
+        if isinstance(value, OnGpu):
+            return value.held
+        if isinstance(value, torch.Tensor):
+            assert op in WITH_THE_HOST, f"{op} got a tensor of the host: {list(value.shape)}"
+            return value
+        if isinstance(value, _Packed):
+            return value.function
+        if isinstance(value, AttentionMetadata):
+            return self._inner_metadata(op, value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._inner(op, item) for item in value))
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._inner(op, item) for item in value)
+        if isinstance(value, dict):
+            return {name: self._inner(op, item) for name, item in value.items()}
+        if is_dataclass(value) and not isinstance(value, type):
+            parts = {one.name: getattr(value, one.name) for one in fields(value) if one.init}
+            return replace(value, **self._inner(op, parts))
+        return value
+
+    def _inner_metadata(self, op: str, value: AttentionMetadata) -> AttentionMetadata:
+        names = [one.name for one in fields(value) if one.name != "scratch"]
+        return replace(value, **self._inner(op, {name: getattr(value, name) for name in names}))
+
+    def _outer(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return OnGpu(value)
+        if isinstance(value, tuple):
+            return tuple(self._outer(item) for item in value)
+        if callable(value):
+            return _Packed(self, value)
+        return value
+
+
+class _Packed:
+    """What pack_linear and its like return: a function with methods."""
+
+    def __init__(self, kernels: _Kernels, function: Any):
+        self._kernels, self.function = kernels, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self.function, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.function, name)
+        if not callable(found):
+            return found
+        return lambda *args, **kwargs: self._call(found, args, kwargs)
+
+    def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = self._kernels._inner("a packed layer", (args, kwargs))
+        return self._kernels._outer(function(*args, **kwargs))
+
+
+def _select(kernels: _Kernels, select: Any) -> Any:
+    @wraps(select)
+    def chosen(device: Any, dtype: Any, overrides: Any = None, **sizes: Any) -> registry.OpTable:
+        if torch.device(device).type != "cuda":
+            return select(device, dtype, overrides, **sizes)
+        table = select("cpu", dtype, overrides, **sizes)
+        for op in registry.CONTRACTS:
+            table.replace(op, kernels.on_gpu(op, getattr(table, op)))
+        table.native.clear()
+        return table
+
+    return chosen
+
+
+class _Stream:
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(synchronize=lambda: None)
+
+
+FREE_BYTES, TOTAL_BYTES = 2**30, 2**31
+
+OF_CUDA: dict[str, Any] = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "current_device": lambda: 0,
+    "device_count": lambda: 1,
+    "set_device": lambda *_: None,
+    "get_device_capability": lambda *_: (9, 0),
+    "mem_get_info": lambda *_: (FREE_BYTES, TOTAL_BYTES),
+    "memory_allocated": lambda *_: 0,
+    "max_memory_allocated": lambda *_: 0,
+    "reset_peak_memory_stats": lambda *_: None,
+    "empty_cache": lambda: None,
+    "synchronize": lambda *_: None,
+    "current_stream": lambda *_: _Stream(),
+    "Stream": _Stream,
+    "stream": lambda *_: nullcontext(),
+}
+
+
+def _make_subclass(cls: Any, tensor: torch.Tensor, *others: Any) -> torch.Tensor:
+    if not isinstance(tensor, OnGpu):
+        return MAKE_SUBCLASS(cls, tensor, *others)
+    return type(cls.__name__, (cls, OnGpu), {"__new__": OnGpu.__new__})(tensor.held)
+
+
+def _as_subclass(tensor: torch.Tensor, cls: Any) -> torch.Tensor:
+    return OnGpu(tensor.held) if isinstance(tensor, OnGpu) else AS_SUBCLASS(tensor, cls)
+
+
+MAKE_SUBCLASS, AS_SUBCLASS = torch.Tensor._make_subclass, torch.Tensor.as_subclass
+
+
+@contextmanager
+def fake_gpu() -> Iterator[None]:
+    """Gives this thread a GPU."""
+    registry._default_table.cache_clear()
+    with pytest.MonkeyPatch.context() as patch, _Mode():
+        for name, value in OF_CUDA.items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(registry, "select", _select(_Kernels(), registry.select))
+        # a wrapper made within it cannot be a view of one made outside
+        patch.setattr(torch.inference_mode, "__enter__", lambda self: None)
+        patch.setattr(torch.inference_mode, "__exit__", lambda self, *error: None)
+        patch.setattr(worker, "CudaCapture", FakeCapture)
+        patch.setattr(torch.Tensor, "_make_subclass", staticmethod(_make_subclass))
+        patch.setattr(torch.Tensor, "as_subclass", _as_subclass)
+        yield
+    registry._default_table.cache_clear()

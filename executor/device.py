@@ -71,6 +71,11 @@ def use_gpu_of_rank(config: EngineConfig, rank: int) -> None:
     torch.cuda.set_device(rank)
 
 
+def gpu_name(device: torch.device) -> str:
+    """The model of a GPU, such as "NVIDIA H100 80GB HBM3"."""
+    return torch.cuda.get_device_name(device)
+
+
 def use_in_thread(device: torch.device) -> None:
     """Makes `device` the one that a new thread computes on, where it is a GPU."""
     if device.type == "cuda":
@@ -223,7 +228,8 @@ def free_share_bytes(device: torch.device, share: float) -> int:
 def synchronize(device: torch.device) -> None:
     """Waits until the device has done all that it was told to.
 
-    Only code that measures times calls it: nothing else should wait.
+    Only code that measures times calls it, and copies whose memory the host uses next: nothing else
+    should wait.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

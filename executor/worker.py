@@ -45,6 +45,7 @@ from .kv_cache_memory import KVCacheMemory, move_caches, release_caches
 from .loras import Loras
 from .model import AttentionLayer, Forward, Model, expert_load
 from .model_builder import ModelBuilder
+from .offload.block_memory import STAGED_BLOCKS, BlockMemory, DeviceMemory, HostMemory
 from .offload.block_store import BlockStore
 from .offload.kv_offload import KVOffload, identity_of, open_store
 from .plugins import load_plugins, naming_plugins
@@ -547,26 +548,36 @@ class Worker:
         return self._builder.weights_bytes if self.runner.bursts is not None else 0
 
     def _make_block_mover(self) -> BlockMover:
-        host_caches, num_blocks = [], self._num_host_blocks
-        if num_blocks:
-            host_caches = self._cache.host_caches(self.model.attention_layers(), num_blocks)
-            host_caches += [] if self._draft is None else self._draft.host_caches(num_blocks)
+        num_blocks = self._num_host_blocks
+        host_caches = self._host_caches(num_blocks) if num_blocks else []
         return BlockMover(self.attention_layers(), host_caches, self.ops)
+
+    def _host_caches(self, num_blocks: int) -> list[torch.Tensor]:
+        """Memory of the host for blocks, in the order of caches_of."""
+        host_caches = self._cache.host_caches(self.model.attention_layers(), num_blocks)
+        return host_caches + ([] if self._draft is None else self._draft.host_caches(num_blocks))
 
     def initialize_offload(self) -> KVOffload | None:
         """Opens the store of blocks that the cache has no room for, if the configuration asks for
         one. Raises InvalidParameterError, NotEnoughMemoryError.
         """
-        states = self._states
         # the layers of a stage may keep nothing
-        if self.config.cache_config.kv_offloading_size and (self.block_bytes or states):
-            self.offload = KVOffload(
-                self._open_store(),
-                lambda: caches_of(self.attention_layers()),
-                None if states is None else lambda: states.places,
-                self._finish_steps,
-            )
+        has_any = self.block_bytes or self._states
+        if self.config.cache_config.kv_offloading_size and has_any:
+            self.offload = KVOffload(self._open_store(), self._block_memory(), self._finish_steps)
         return self.offload
+
+    def _block_memory(self) -> BlockMemory:
+        states = self._states
+
+        def caches() -> list[torch.Tensor]:
+            return caches_of(self.attention_layers())
+
+        places = None if states is None else lambda: states.places
+        if self.device.type == "cpu":
+            return HostMemory(caches, places)
+        host_caches = self._host_caches(STAGED_BLOCKS)
+        return DeviceMemory(caches, places, host_caches, self.ops.copy_blocks, self.device)
 
     def _finish_steps(self) -> None:
         """Waits for the steps that run in the thread."""
@@ -587,7 +598,9 @@ class Worker:
         rank = self.group.place
         if rank != (0, 1):
             shapes.append([self.group.size, self.group.stages.count, rank])
-        identity = identity_of(self.config, self._directory, str(self.cpu_isa), shapes, __version__)
+        is_on_cpu = self.device.type == "cpu"
+        computed_by = str(self.cpu_isa) if is_on_cpu else devices.gpu_name(self.device)
+        identity = identity_of(self.config, self._directory, computed_by, shapes, __version__)
         free_bytes = devices.free_bytes(torch.device("cpu")) // self.group.num_on_machine
         return open_store(self.config, block_bytes, identity, free_bytes, rank)
 

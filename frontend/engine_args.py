@@ -147,7 +147,7 @@ class EngineArgs(EngineArguments):  # type: ignore[misc]
                 ),
                 model_config.max_model_len,
             ),
-            cache_config=_resolve_cache(config, device_config, model_config),
+            cache_config=_resolve_cache(config, model_config),
             lora_config=_resolve_lora(config.lora_config, model_config),
             device_config=device_config,
         )
@@ -418,7 +418,7 @@ def _without_chunks(wanted: Any, model_config: Any) -> Any:
     return wanted
 
 
-def _resolve_cache(config: EngineConfig, device_config: Any, model_config: Any) -> Any:
+def _resolve_cache(config: EngineConfig, model_config: Any) -> Any:
     """Resolves the cache's settings. A bidirectional model has no prefix cache: every token's entry
     depends on the whole text.
     """
@@ -434,13 +434,8 @@ def _resolve_cache(config: EngineConfig, device_config: Any, model_config: Any) 
     check_kv_events(wanted.kv_events_config, has_prefix_cache=wanted.enable_prefix_caching)
     path = wanted.kv_offloading_path
     if wanted.kv_offloading_size:
-        refusals = {
-            "needs enable_prefix_caching": not wanted.enable_prefix_caching,
-            "needs device=cpu": device_config.device != "cpu",
-        }
-        for reason, is_refused in refusals.items():
-            if is_refused:
-                raise InvalidParameterError("kv_offloading_size", reason)
+        if not wanted.enable_prefix_caching:
+            raise InvalidParameterError("kv_offloading_size", "needs enable_prefix_caching")
     elif path is not None:
         raise InvalidParameterError("kv_offloading_path", "needs kv_offloading_size, of its file")
     if path is not None:

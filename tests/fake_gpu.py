@@ -258,6 +258,7 @@ OF_CUDA: dict[str, Any] = {
     "device_count": lambda: 1,
     "set_device": lambda *_: None,
     "get_device_capability": lambda *_: (9, 0),
+    "get_device_name": lambda *_: "a fake GPU",
     "mem_get_info": lambda *_: (FREE_BYTES, TOTAL_BYTES),
     "memory_allocated": lambda *_: 0,
     "max_memory_allocated": lambda *_: 0,

@@ -367,7 +367,6 @@ def test_an_engine_that_is_killed_finds_its_blocks(tmp_path):
     [
         ({"kv_offloading_size": -1}, "kv_offloading_size: must be a number, at least 0"),
         ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "enable_prefix_caching"),
-        ({"kv_offloading_size": 1, "device": "cuda"}, "needs device=cpu"),
         ({"kv_offloading_path": "/tmp"}, "kv_offloading_path: needs kv_offloading_size"),
         ({"kv_offloading_size": 1e-6}, "kv_offloading_size: no block of .* bytes fits"),
         ({"kv_offloading_size": 1e6}, "kv_offloading_size: .* bytes of memory are wanted"),

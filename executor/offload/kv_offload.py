@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -18,22 +18,28 @@ import torch
 from ...ipc.config import EngineConfig, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ..weights.packed_cache import weight_files
+from .block_memory import BlockMemory
 from .block_store import BlockStore, StoreError
 from .names import ALL, count_to_state, is_block, piece_name
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 FORMAT = 1  # changes when kernels write other bits for the same tokens
 
 
 def identity_of(
-    config: EngineConfig, directory: Path | None, cpu_isa: str, shapes: Sequence[Any], version: str
+    config: EngineConfig,
+    directory: Path | None,
+    computed_by: str,
+    shapes: Sequence[Any],
+    version: str,
 ) -> bytes:
     """Returns 32 bytes for all that a block's content depends on beside its tokens: model, weights,
     types, kernels and layout.
 
-    `directory`: of the weights; None: random ones. `shapes`: of each layer's page of a block, and
-    of the parts of a state.
+    `directory`: of the weights; None: random ones. computed_by: the instruction set, or the GPU.
+    `shapes`: of each layer's page of a block, and of the parts of a state.
     """
     model, device = config.model_config, config.device_config
     weights: list[Any] = ["random", model.seed]
@@ -45,7 +51,7 @@ def identity_of(
     facts = [
         [FORMAT, version, str(torch.__version__), weights, model.hf_config],
         [model.dtype, model.quantization, model.model_impl, config.cache_config.kv_cache_dtype],
-        [cpu_isa, device.kernels, config.cache_config.block_size, shapes],
+        [computed_by, device.kernels, config.cache_config.block_size, shapes],
     ]
     return hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).digest()
 
@@ -60,21 +66,18 @@ class KVOffload:
     def __init__(
         self,
         store: BlockStore,
-        caches: Callable[[], Sequence[torch.Tensor]],
-        states: Callable[[], torch.Tensor] | None = None,
+        memory: BlockMemory,
         finish_steps: Callable[[], None] = lambda: None,
     ):
-        """`caches`: keys and values of each page of a block, [num_blocks, …] and contiguous.
-        `states`: the places of states [places, bytes of a place] u8, of a model that keeps any.
-        Both are asked for at every move, because a cache that has slept is another one.
-        finish_steps: waits until no step runs. One that does may write to blocks and places that
-        are to be filled, for a request that has ended, but to none that is stored.
+        """memory: of blocks and states. finish_steps: waits until no step runs. One that does may
+        write to blocks and places that are to be filled, for a request that has ended, but to none
+        that is stored.
         """
         self.num_stored = self.num_states_stored = 0
         self._store = store
         self._gone: set[bytes] = set()  # names of an earlier store that take_names has told
         self._num_corrupt = 0  # in earlier stores
-        self._caches, self._states, self._finish_steps = caches, states, finish_steps
+        self._memory, self._finish_steps = memory, finish_steps
         self._padding = bytearray(store.block_bytes)  # of the last piece of a state
 
     @property
@@ -92,14 +95,12 @@ class KVOffload:
     @property
     def has_blocks(self) -> bool:
         """Whether blocks have bytes."""
-        return bool(self._caches())
+        return self._memory.has_blocks
 
     @property
     def blocks_per_state(self) -> int:
         """How many pieces a state has; 0: the model keeps no states."""
-        if self._states is None:
-            return 0
-        return -(-self._states().shape[1] // self._store.block_bytes)
+        return -(-self._memory.state_bytes // self._store.block_bytes)
 
     def kept_blocks(self) -> Container[bytes]:
         """The names of the blocks that are kept, until the next call. Those of states are among
@@ -109,19 +110,29 @@ class KVOffload:
 
     def store(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Keeps blocks of the cache by these names; the first one leaves first."""
-        views = [] if self._store.is_closed else self._views()
-        if views:
-            pairs = [(name, _rows(views, block)) for block, name in blocks]
-            self.num_stored += self._store.write(pairs)
+        if self._store.is_closed or not self._memory.has_blocks:
+            return
+        for part, names in self._parts(blocks):
+            self.num_stored += self._store.write([*zip(names, self._memory.fetch(part))])
 
     def load(self, blocks: Sequence[tuple[int, bytes]]) -> bool:
         """Fills blocks of the cache. Returns False if one is not there or is damaged."""
         self._finish_steps()
-        views = self._views()
-        if not views:
-            return True
-        pairs = [(name, _rows(views, block)) for block, name in blocks]
-        return self._store.read(pairs) == len(pairs)
+        memory = self._memory
+        for part, names in self._parts(blocks) if memory.has_blocks else ():
+            pairs = [*zip(names, memory.room(part))]
+            count = self._store.read(pairs)
+            memory.put(part[:count])
+            if count < len(pairs):
+                return False
+        return True
+
+    def _parts(
+        self, blocks: Sequence[tuple[int, bytes]]
+    ) -> Iterator[tuple[list[int], list[bytes]]]:
+        """Blocks and their names, as many as can be moved at once."""
+        for some in batched(blocks, min(self._memory.most_at_once, max(1, len(blocks)))):
+            yield [block for block, _ in some], [name for _, name in some]
 
     def count_to_state(self, names: Sequence[bytes]) -> int:
         """How many names there are up to the last one under which a state is kept; 0: none is."""
@@ -133,18 +144,23 @@ class KVOffload:
         store is not kept.
         """
         most = self._store.num_places
-        if self._states is None or self._store.is_closed or self.blocks_per_state > most:
+        num_pieces = self.blocks_per_state
+        if not num_pieces or self._store.is_closed or num_pieces > most:
             return
         for place, name in states:
-            self.num_states_stored += self._store.write(self._pieces(place, name)) > 0
+            pieces = self._pieces(self._memory.fetch_state(place), name)
+            self.num_states_stored += self._store.write(pieces) > 0
 
     def load_state(self, place: int, name: bytes) -> bool:
         """Fills a place. Returns False if a piece is not there or is damaged."""
-        if self._states is None:
+        if not self._memory.state_bytes:
             return True
         self._finish_steps()
-        pieces = self._pieces(place, name)
-        return self._store.read(pieces) == len(pieces)
+        pieces = self._pieces(self._memory.state_room(place), name)
+        is_there = self._store.read(pieces) == len(pieces)
+        if is_there:
+            self._memory.put_state(place)
+        return is_there
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """The names of blocks that have come and gone since the last call; the first time, all."""
@@ -160,7 +176,7 @@ class KVOffload:
     def remove(self, names: Sequence[bytes]) -> None:
         """Forgets these blocks and states, if they are there."""
         self._store.remove(names)
-        if self._states is not None:  # without its first piece a state is not found
+        if self._memory.state_bytes:  # without its first piece a state is not found
             self._store.remove([piece_name(name, 0) for name in names])
 
     def clear(self) -> None:
@@ -178,18 +194,9 @@ class KVOffload:
         """May be called twice."""
         self._store.close()
 
-    def _views(self) -> list[tuple[memoryview, int]]:
-        """Each cache as bytes, and the bytes of one block in it."""
-        views = []
-        for cache in self._caches():
-            flat = cache.view(torch.uint8).view(-1).numpy().data
-            views.append((flat, len(flat) // len(cache)))
-        return views
-
-    def _pieces(self, place: int, name: bytes) -> list[tuple[bytes, list[memoryview]]]:
-        """The name and the memory of each piece of the state in a place."""
-        assert self._states is not None
-        state, size = self._states()[place].numpy().data, self._store.block_bytes
+    def _pieces(self, state: memoryview, name: bytes) -> list[tuple[bytes, list[memoryview]]]:
+        """The name and the memory of each piece of a state."""
+        size = self._store.block_bytes
         pieces = []
         for index, begin in enumerate(range(0, len(state), size)):
             buffers = [state[begin : begin + size]]
@@ -200,8 +207,9 @@ class KVOffload:
         return pieces
 
 
-def _rows(views: Sequence[tuple[memoryview, int]], block: int) -> list[memoryview]:
-    return [flat[block * size : (block + 1) * size] for flat, size in views]
+def batched(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
+    for begin in range(0, len(items), count):
+        yield items[begin : begin + count]
 
 
 def open_store(

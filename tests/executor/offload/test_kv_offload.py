@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quire.executor.offload.block_memory import HostMemory
 from quire.executor.offload.block_store import BlockStore
 from quire.executor.offload.kv_offload import KVOffload, identity_of
 from quire.executor.offload.names import piece_name
@@ -17,7 +18,9 @@ def test_blocks_move_between_caches_of_all_types():
     for dtype in (torch.float32, torch.bfloat16, torch.int8):
         caches = make_caches(dtype)
         block_bytes = sum(cache[0].nbytes for cache in caches)
-        offload = KVOffload(BlockStore(None, 2**20, block_bytes, bytes(32)), lambda: caches)
+        offload = KVOffload(
+            BlockStore(None, 2**20, block_bytes, bytes(32)), HostMemory(lambda: caches)
+        )
         before = [cache.clone() for cache in caches]
         a, b = b"a" * 32, b"b" * 32
         offload.store([(1, a), (3, b)])
@@ -40,7 +43,7 @@ def test_a_state_is_kept_in_pieces_of_the_size_of_a_block(place_bytes: int) -> N
     block_bytes = sum(cache[0].nbytes for cache in caches)
     states = torch.randint(256, (4, place_bytes), dtype=torch.uint8)
     store = BlockStore(None, 2**18, block_bytes, bytes(32), tracks_changes=True)
-    offload, before = KVOffload(store, lambda: caches, lambda: states), states.clone()
+    offload, before = KVOffload(store, HostMemory(lambda: caches, lambda: states)), states.clone()
     assert offload.blocks_per_state == -(-place_bytes // block_bytes)
     a, b, c = (bytes([i]) * 32 for i in range(1, 4))
     offload.store_states([(1, b), (3, c)])
@@ -66,7 +69,7 @@ def test_a_state_that_has_lost_a_piece_is_not_there() -> None:
     caches, states = make_caches(torch.float32), torch.ones(2, 9000, dtype=torch.uint8)
     block_bytes = sum(cache[0].nbytes for cache in caches)
     store = BlockStore(None, 2**18, block_bytes, bytes(32))
-    offload, name = KVOffload(store, lambda: caches, lambda: states), b"a" * 32
+    offload, name = KVOffload(store, HostMemory(lambda: caches, lambda: states)), b"a" * 32
     offload.store_states([(0, name)])
     store.remove([piece_name(name, offload.blocks_per_state - 1)])
     assert offload.count_to_state([name]) == 0 and not offload.load_state(1, name)
@@ -79,7 +82,7 @@ def test_a_state_that_has_lost_a_piece_is_not_there() -> None:
 
 def test_a_model_without_attention_has_all_its_blocks() -> None:
     states = torch.arange(100, dtype=torch.uint8).view(2, 50)
-    offload = KVOffload(BlockStore(None, 2**16, 50, bytes(32)), list, lambda: states)
+    offload = KVOffload(BlockStore(None, 2**16, 50, bytes(32)), HostMemory(list, lambda: states))
     names = [bytes([i]) * 32 for i in range(3)]
     offload.store([(0, names[0])])
     offload.store_states([(1, names[1])])

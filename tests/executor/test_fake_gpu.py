@@ -4,7 +4,6 @@ and tokens are those of the CPU.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from quire import LLM, SamplingParams
 from quire.executor.offload.block_memory import DeviceMemory
 from quire.tests.bundled_model import heads
 from quire.tests.fake_gpu import OnGpu, fake_gpu
-from quire.tests.tiny_models import save_tiny_model
 
 PROMPTS = [
     "Once upon a time, there was a little dog. The dog liked to play. " * 3,
@@ -75,16 +73,15 @@ def test_drafts_change_no_token(method: str, expected: list[Any]) -> None:
     assert counters["num_accepted_tokens"] > 1
 
 
-def test_blocks_that_the_host_keeps(tmp_path: Path) -> None:
+def test_blocks_that_the_host_keeps() -> None:
     """The second time, few of them are on the GPU."""
-    model = str(save_tiny_model(tmp_path, "qwen2"))
     prompts = [{"prompt_token_ids": [7 * i + j for j in range(32)]} for i in range(4)]
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
 
     def run(device: str, **settings: Any) -> tuple[list[Any], dict[str, int]]:
         sizes = {"max_model_len": 48, "block_size": 8, "num_gpu_blocks_override": 8}
         settings |= sizes | {"max_num_seqs": 1, "num_threads": 1, "dtype": "float32"}
-        with LLM(model, engine="inproc", device=device, **settings) as llm:
+        with LLM("bundled", engine="inproc", device=device, **settings) as llm:
             answers = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
             tokens = [[one.outputs[0].token_ids for one in answer] for answer in answers]
             return tokens, llm.get_metrics()

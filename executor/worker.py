@@ -445,7 +445,10 @@ class Worker:
         if self.device.type == "cpu":
             all_agree = self.group.all_agree
             return record_step(self.model, self.ops, self._limits, num_groups, all_agree)
-        if config.device_config.enforce_eager or not self.model.has_head:  # nothing is decoded
+        if self.model.UNRECORDABLE:  # it may wait for the device, which a capture does not allow
+            logger.info("the model runs without CUDA graphs: %s", self.model.UNRECORDABLE)
+        is_decoded = self.model.has_head and not self.model.UNRECORDABLE
+        if config.device_config.enforce_eager or not is_decoded:
             return None
         return self._make_graphs(CudaCapture())
 

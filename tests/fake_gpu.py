@@ -281,6 +281,14 @@ def _as_subclass(tensor: torch.Tensor, cls: Any) -> torch.Tensor:
     return OnGpu(tensor.held) if isinstance(tensor, OnGpu) else AS_SUBCLASS(tensor, cls)
 
 
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """torch's own makes a tensor where it believes its argument to be, on the CPU."""
+    if isinstance(tensor, OnGpu):
+        return OnGpu(ONE_HOT(tensor.held, num_classes))
+    return ONE_HOT(tensor, num_classes)
+
+
+ONE_HOT = torch.nn.functional.one_hot
 MAKE_SUBCLASS, AS_SUBCLASS = torch.Tensor._make_subclass, torch.Tensor.as_subclass
 
 
@@ -298,5 +306,6 @@ def fake_gpu() -> Iterator[None]:
         patch.setattr(worker, "CudaCapture", FakeCapture)
         patch.setattr(torch.Tensor, "_make_subclass", staticmethod(_make_subclass))
         patch.setattr(torch.Tensor, "as_subclass", _as_subclass)
+        patch.setattr(torch.nn.functional, "one_hot", _one_hot)
         yield
     registry._default_table.cache_clear()

@@ -4,6 +4,7 @@ and tokens are those of the CPU.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ import torch
 from quire import LLM, SamplingParams
 from quire.executor.offload.block_memory import DeviceMemory
 from quire.tests.bundled_model import heads
+from quire.tests.executor.driver import generate as generate_rows
+from quire.tests.executor.driver import start_executor
 from quire.tests.fake_gpu import OnGpu, fake_gpu
+from quire.tests.tiny_fallbacks import save_tiny_fallback
 
 PROMPTS = [
     "Once upon a time, there was a little dog. The dog liked to play. " * 3,
@@ -102,3 +106,15 @@ def test_states_pass_through_the_host() -> None:
         memory.put_state(0)
         assert states[0].tolist() == list(kept) == list(range(20, 30))
         assert memory.state_bytes == 10 and not memory.has_blocks
+
+
+def test_transformers_code(tmp_path: Path) -> None:
+    """A model with experts, for which it waits for the device, so there are no graphs."""
+    save_tiny_fallback(tmp_path, "dots1", seed=3)
+    prompts, params = [[5, 6, 7], [40] * 9], SamplingParams(temperature=0.5, seed=3)
+    expected = generate_rows(start_executor(tmp_path, device="cpu"), prompts, 3, params)
+    with fake_gpu():
+        executor = start_executor(tmp_path, device="cuda")
+        found = generate_rows(executor, prompts, 3, params)
+    assert [row.output for row in found] == [row.output for row in expected]
+    assert executor.model.IS_FALLBACK and executor.runner.program is None

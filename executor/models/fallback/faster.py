@@ -115,8 +115,9 @@ def norm_form(module: Any, make: LayerFactory) -> tuple[float, bool] | None:
     something else.
     """
     generator = torch.Generator().manual_seed(0)
-    x = (3 * torch.randn(ROWS, SIZE, generator=generator)).to(make.dtype)
-    weight = (1 + 0.3 * torch.randn(SIZE, generator=generator)).to(make.dtype)
+    place = make.device, make.dtype
+    x = (3 * torch.randn(ROWS, SIZE, generator=generator)).to(*place)
+    weight = (1 + 0.3 * torch.randn(SIZE, generator=generator)).to(*place)
     probe = copy.copy(module)
     probe._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
     try:
@@ -158,7 +159,8 @@ def gated_form(module: nn.Module, make: LayerFactory) -> Callable | None:
 
     def random(*shape: int) -> torch.Tensor:
         values = torch.randn(shape, generator=generator)
-        return (values / SIZE**0.5 if shape[0] == SIZE else values).to(make.dtype)
+        values = values / SIZE**0.5 if shape[0] == SIZE else values
+        return values.to(make.device, make.dtype)
 
     x, gate, up, down = random(ROWS, SIZE), *(random(SIZE, INNER) for _ in "ab"), random(INNER, 1)
     probe: Any = _Probe(

@@ -82,9 +82,7 @@ class TransformersModel(Model):
     parse_config = staticmethod(parse_fallback_config)
 
     def __init__(self, config: FallbackConfig, make: LayerFactory, max_model_len: int):
-        if make.device.type != "cpu":
-            raise ModelLoadError("models that run through transformers need device=cpu")
-        self.config, self.ops = config, make.ops
+        self.config, self.ops, self._device = config, make.ops, make.device
         self.has_head = True
         hf_config = {k: v for k, v in config.hf_config.items() if k != "quantization_config"}
         hf = AutoConfig.for_model(hf_config.pop("model_type"), **hf_config)
@@ -140,7 +138,7 @@ class TransformersModel(Model):
         """[R, hidden_size] -> [R, vocab_size] f32"""
         self._given.give(hidden[None])
         # these are token ids, of which the code can read only the shape
-        token_ids = torch.zeros(1, len(hidden), dtype=torch.int64)
+        token_ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         return self._head(input_ids=token_ids, use_cache=False).logits[0].float()
 
     def weights(self) -> Weights:
@@ -174,7 +172,8 @@ class TransformersModel(Model):
         for module in self._replaced:
             module.prepare()
         with exploring(self.ops) as found:
-            self._hidden(torch.arange(EXPLORED, dtype=torch.int32), torch.arange(EXPLORED))
+            positions = torch.arange(EXPLORED, device=self._device)
+            self._hidden(positions.int(), positions)
         self._check([layer for _, layer in found])
         for module, layer in found:
             module.__dict__["quire_attention"] = layer

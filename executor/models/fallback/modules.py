@@ -149,8 +149,11 @@ def replace_modules(
             if parameter is not None and full not in table:
                 table[full] = tensor = make.parameter(*parameter.shape)
                 module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+        for leaf, buffer in list(module._buffers.items()):
+            if buffer is None or buffer.is_meta:  # the caller refuses the latter
+                continue
+            module._buffers[leaf] = buffer = buffer.to(make.device)
+            if leaf not in module._non_persistent_buffers_set:
                 table[f"{name}.{leaf}"] = buffer
     return table
 

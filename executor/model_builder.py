@@ -210,7 +210,8 @@ class ModelBuilder:
         if directory is None:
             fill_with_random_weights(model, model_config.seed, report, make.fill)
         else:
-            packed = PackedLayers(model, PackedCache.of(self.config, directory))
+            cache = PackedCache.of(self.config, directory, self.group.place[0])
+            packed = PackedLayers(model, cache)
             if not packed.restored():
                 load_weights(model, directory, report, make.fill, quantization)
                 vision = model_config.vision

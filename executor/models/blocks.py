@@ -5,9 +5,6 @@ Must not know: architectures, files, requests, how a layer with weights is made.
 
 from __future__ import annotations
 
-from statistics import NormalDist
-from typing import Any
-
 import torch
 
 from ...ipc.models.architectures import PLAIN_NAMES, TensorNames
@@ -67,14 +64,14 @@ class Attention:
             self.qkv_proj = make.linear(config.hidden_size, shards, qkv_bias, unit=self.head_dim)
         self.o_proj = make.row_linear(names.o_proj, q_rows, config.hidden_size, o_bias)
         q_size, k_size = (q_rows, kv_rows) if qk_norm_whole else (self.head_dim, self.head_dim)
-        self.q_norm = make.norm(names.q_norm, q_size, config) if qk_norm else None
-        self.k_norm = make.norm(names.k_norm, k_size, config) if qk_norm else None
+        norm = make.gathered_norm if qk_norm_whole else make.norm
+        self.q_norm = norm(names.q_norm, q_size, config) if qk_norm else None
+        self.k_norm = norm(names.k_norm, k_size, config) if qk_norm else None
         self.v_norm = make.unweighted_norm(self.head_dim, config) if value_norm else None
         self.sinks = make.head_parameter(config.num_attention_heads) if has_sinks else None
         self.rope = ropes[layer]
         self.scale, self.sliding_window = config.attention_scale, config.sliding_windows[layer]
-        self.cap = config.attention_cap
-        self.ops, self._qk_norm_whole = make.ops, qk_norm_whole
+        self.cap, self.ops, self._qk_norm_whole = config.attention_cap, make.ops, qk_norm_whole
         # [num_blocks, block_size, num_kv_heads, head_dim], set by bind_cache
         self.key_cache: torch.Tensor | None = None
         self.value_cache: torch.Tensor | None = None
@@ -319,28 +316,6 @@ class GatedMLP:
     def weights(self, prefix: str) -> Weights:
         yield from self.gate_up_proj.weights(prefix)
         yield from self.down_proj.weights(prefix)
-
-
-class SparseMLP(GatedMLP):
-    """A gated MLP whose gate keeps its largest numbers: a part of them that the configuration says,
-    if they are normally distributed. All ranks' numbers count, so it is not divided.
-    """
-
-    def __init__(
-        self, make: LayerFactory, config: DecoderConfig, layer: int, *args: Any, **kw: Any
-    ):
-        """See GatedMLP."""
-        super().__init__(make, config, layer, *args, **kw)
-        deviations = NormalDist().inv_cdf(config.layer(layer).sparsity)
-        # transformers multiplies by a number of the model's dtype
-        self._deviations = torch.tensor(deviations, dtype=make.dtype).item()
-        self.gaussian_top_k = make.ops.gaussian_top_k
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden_size] -> [T, hidden_size]"""
-        gate_up = self.gate_up_proj(x)
-        self.gaussian_top_k(gate_up[:, : gate_up.shape[1] // 2], self._deviations)
-        return self.down_proj(self.activate(gate_up))
 
 
 class PlainMLP:

@@ -24,7 +24,7 @@ from ...ipc.models.ranks import head_in_layers
 from ...kernels.ops import AttentionMetadata
 from ..model import Model, RoutedTokens, StateLayer
 from ..pooling.heads import PoolingHead, TokenScore, make_head
-from .blocks import Attention, SparseMLP, attention_for, mlp_for
+from .blocks import Attention, attention_for, mlp_for
 from .experts import MixtureOfExperts
 from .gemma import (
     DenseBesideExperts,
@@ -33,6 +33,7 @@ from .gemma import (
     LayerScalar,
     ScaledExperts,
     SharedAttention,
+    SparseMLP,
 )
 from .latent import LatentAttention
 from .layers import Embedding, LayerFactory, Linear, RMSNorm, Weights

@@ -7,6 +7,8 @@ Must not know: architectures, files, requests, how a layer with weights is made.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -68,6 +70,45 @@ class SharedAttention:
     def weights(self, prefix: str) -> Weights:
         for layer in (self.q_proj, self.o_proj, self.q_norm):
             yield from layer.weights(prefix)
+
+
+class SparseMLP(GatedMLP):
+    """A gated MLP whose gate keeps its largest numbers: a part of them that the configuration says,
+    if they are normally distributed. The numbers of all ranks count, so each rank gets them.
+    """
+
+    def __init__(
+        self, make: LayerFactory, config: DecoderConfig, layer: int, *args: Any, **kw: Any
+    ):
+        """See GatedMLP."""
+        super().__init__(make, config, layer, *args, **kw)
+        deviations = NormalDist().inv_cdf(config.layer(layer).sparsity)
+        # transformers multiplies by a number of the model's dtype
+        self._deviations = torch.tensor(deviations, dtype=make.dtype).item()
+        self.gaussian_top_k = make.ops.gaussian_top_k
+        self._gather = make.gather if make.is_divided else None
+        self._rank, self._multiply = make.group.rank, make.ops.multiply
+        self._activation = getattr(make.ops, config.activation)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]"""
+        gate_up = self.gate_up_proj(x)
+        if self._gather is not None:
+            return self._of_all_ranks(gate_up, self._gather)
+        self.gaussian_top_k(gate_up[:, : gate_up.shape[1] // 2], self._deviations)
+        return self.down_proj(self.activate(gate_up))
+
+    def _of_all_ranks(
+        self, gate_up: torch.Tensor, gather: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """gate_up [T, 2 * this rank's size] -> [T, hidden_size]"""
+        gate, up = gate_up.chunk(2, dim=1)
+        of_all, size = gather(gate), gate.shape[1]
+        self.gaussian_top_k(of_all, self._deviations)
+        gate = self._activation(of_all[:, self._rank * size : (self._rank + 1) * size])
+        # a head of all features: [T, 1, size]
+        product = self._multiply(up.unsqueeze(1), gate.unsqueeze(1), "none")
+        return self.down_proj(product.view(len(gate), size))
 
 
 class LayerScalar:

@@ -76,6 +76,25 @@ class RMSNorm:
         yield f"{prefix}{self.name}.weight", self.weight
 
 
+class GatheredNorm:
+    """A norm over the features of all ranks. Each rank norms all, with the bits of one rank, and
+    keeps its own.
+    """
+
+    def __init__(self, norm: RMSNorm, group: TensorGroup):
+        self.norm, self.weight = norm, norm.weight
+        self._group = group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, this rank's size] -> the same shape"""
+        size, group = x.shape[1], self._group
+        normed = self.norm(group.all_gather(x, [size] * group.size))
+        return normed[:, group.rank * size : (group.rank + 1) * size]
+
+    def weights(self, prefix: str) -> Weights:
+        yield from self.norm.weights(prefix)
+
+
 class LayerFactory:
     """Allocates every parameter of a model, unfilled, on one device in one dtype.
 
@@ -446,6 +465,11 @@ class LayerFactory:
             weight = Weight(weight, offset=config.norm_offset)
         chosen = self._choose(RMSNorm, config, None)
         return chosen(name, weight, config.rms_norm_eps, self.ops)
+
+    def gathered_norm(self, name: str, size: int, config: DecoderConfig) -> RMSNorm | GatheredNorm:
+        """Makes a norm over `size` features, of which ranks have equal parts."""
+        norm = self.norm(name, size, config)
+        return GatheredNorm(norm, self.group) if self.is_divided else norm
 
     def unweighted_norm(self, size: int, config: DecoderConfig) -> RMSNorm:
         """Makes a norm whose weight is 1, and stands in no checkpoint."""

@@ -2,14 +2,14 @@
 
 Must not know: torch, layers, what an array is for.
 
-    <name of the model>-<hash of path, quantization, dtype>.packed
+    <name of the model>-<hash of path, quantization, dtype, part>.packed
         magic, length of the header, SHA-256 of the header; the header as JSON: the key, and where
         each array lies; the arrays, each at a page
 
-The key holds all that the arrays depend on, and the header holds a checksum of each array. An entry
-that has another key, is damaged, or is not this user's own (ipc/own_files.py) is ignored and
-written again. Writers write to a file of their own and rename it, so readers see whole files, and
-several writers do no harm.
+Each rank, and each engine that shares experts, has an entry of its part. The key holds all that the
+arrays depend on, and the header holds a checksum of each array. An entry that has another key, is
+damaged, or is not this user's own (ipc/own_files.py) is ignored and written again. Writers write to
+a file of their own and rename it, so readers see whole files, and several writers do no harm.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ import msgspec
 
 from ...ipc.config import EngineConfig
 from ...ipc.machine import available_cores
+from ...ipc.models.expert_parallel import shares_experts
 from ...ipc.models.gguf import is_gguf, part_names
+from ...ipc.models.ranks import num_ranks
 from ...ipc.own_files import TEMPORARY, UntrustedFileError, open_own, replace_own
 
 logger = logging.getLogger(__name__)
@@ -76,12 +78,17 @@ def weight_files(model: Path) -> list[Path]:
 class PackedCache:
     """The entry of one model in a directory, whether it exists or not."""
 
-    def __init__(self, directory: Path, model: Path, config: EngineConfig):
-        """`model` is the directory or the GGUF file of the weights. Raises OSError for weight files
-        that cannot be found.
+    def __init__(self, directory: Path, model: Path, config: EngineConfig, rank: int = 0):
+        """`model` is the directory or the GGUF file of the weights. rank: among all of the engine.
+        Raises OSError for weight files that cannot be found.
         """
-        settings = config.model_config
+        settings, device = config.model_config, config.device_config
         kind = [settings.quantization, settings.dtype, settings.model_impl]
+        if num_ranks(config) > 1:
+            sizes = device.pipeline_parallel_size, device.tensor_parallel_size
+            kind.append(f"rank {rank} of {sizes[0]} stages of {sizes[1]}")
+        if shares_experts(config):
+            kind.append(f"experts {device.data_parallel_rank} of {device.data_parallel_size}")
         of_encoder = []
         if settings.vision is not None:
             kind.append("with an encoder of images")
@@ -95,8 +102,8 @@ class PackedCache:
         self.key = _digest([LAYOUT, files, *kind, config.model_config.hf_config])
 
     @staticmethod
-    def of(config: EngineConfig, model: Path | None = None) -> PackedCache | None:
-        """The entry of a configuration's model, or of `model` in place of that. None:
+    def of(config: EngineConfig, model: Path | None = None, rank: int = 0) -> PackedCache | None:
+        """The entry of a rank for the configuration's model, or for `model` in place of that. None:
         packed_weights_cache is not set, or does not apply.
         """
         directory = config.load_config.packed_weights_cache
@@ -105,7 +112,8 @@ class PackedCache:
         if config.model_config.quantization is None or config.device_config.device != "cpu":
             return None
         try:
-            return PackedCache(Path(directory), model or Path(config.model_config.model), config)
+            files = model or Path(config.model_config.model)
+            return PackedCache(Path(directory), files, config, rank)
         except OSError:
             return None  # the loader reports what is wrong
 

@@ -47,7 +47,6 @@ def check_expert_parallel(config: EngineConfig) -> None:
         (scheduling.num_scheduler_steps > 1, "num_scheduler_steps > 1"),
         (scheduling.speculative_config is not None, "speculative_config"),
         (config.lora_config.enable_lora, "enable_lora"),
-        (config.load_config.packed_weights_cache is not None, "packed_weights_cache"),
         (config.model_config.runner == "pooling", "runner=pooling"),
     ):
         if is_asked:

@@ -139,7 +139,6 @@ def check_ranks(config: EngineConfig) -> None:
             "ranks run on CPUs",
         ),
         (config.scheduler_config.speculative_config is not None, "speculative_config"),
-        (config.load_config.packed_weights_cache is not None, "packed_weights_cache"),
         (config.model_config.runner == "pooling", "runner=pooling"),
     ):
         if is_asked:
@@ -185,7 +184,7 @@ def _check_model(config: EngineConfig, name: str) -> None:
     if architecture is None:
         raise _refusal(config, name, f"must be 1 with a model of type {found}")
     shape, size = architecture.parse(model.hf_config), config.device_config.tensor_parallel_size
-    if size > 1 and (problem := _undivided(architecture, shape)):
+    if size > 1 and (problem := _undivided(architecture, shape, size)):
         raise _refusal(config, name, f"must be 1 with {found}: {problem}")
     divided, shared = _counts(shape)
     for what, count in divided:
@@ -258,12 +257,10 @@ def row_of(model: ModelConfig) -> tuple[Architecture | None, str]:
     return (ARCHITECTURES.get(found) if implementation == QUIRE else None), found
 
 
-def _undivided(architecture: Architecture, shape: DecoderConfig) -> str:
+def _undivided(architecture: Architecture, shape: DecoderConfig, size: int) -> str:
     """Why the layers of a model are not divided among tensor ranks; "" where they are."""
-    if architecture.qk_norm_whole:
-        return "q and k are normed over all heads"
-    if any(layer.sparsity for layer in shape.layers):
-        return "an MLP keeps the largest of all its activations"
+    if architecture.qk_norm_whole and shape.num_key_value_heads % size:
+        return "keys are normed over all heads, of which ranks would have the same"
     mixers = [shape.layer(index).mixer for index in range(shape.num_hidden_layers)]
     if any(isinstance(one, GatedDeltaNetConfig) and one.is_interleaved for one in mixers):
         return "a GGUF file has the value heads of a key head apart"

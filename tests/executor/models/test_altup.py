@@ -10,7 +10,7 @@ import pytest
 import torch
 from quire import LLM, SamplingParams
 from quire.executor.models.altup import AltUpDecoder
-from quire.executor.models.blocks import SparseMLP
+from quire.executor.models.gemma import SparseMLP
 from quire.executor.program.narrowed import NarrowedForward
 from quire.kernels import registry
 from quire.tests.executor.driver import Driver, Row, generate, greedy, start_executor

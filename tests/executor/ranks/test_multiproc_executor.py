@@ -85,6 +85,8 @@ def test_tokens_equal_those_of_one_rank(ranks, tiny) -> None:
         pytest.param("qwen2_moe", 2, {"quantization": "int8"}, marks=pytest.mark.slow),
         ("granitemoehybrid", 2, {"dtype": "bfloat16"}),
         pytest.param("qwen3_5_moe_text", 2, {"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param("olmo2", 2, {"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param("gemma3n_text", 2, {"dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("lfm2", 4, {"quantization": "int8"}, marks=pytest.mark.slow),
         pytest.param("qwen2", 2, {"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
     ],

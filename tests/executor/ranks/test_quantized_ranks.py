@@ -117,3 +117,17 @@ def test_a_cut_through_blocks_is_refused(tiny, tmp_path) -> None:
     write_quantized(tmp_path / "model", tiny("llama", intermediate_size=128), "awq", group_size=64)
     with pytest.raises(InvalidParameterError, match="tensor_parallel_size: must divide the .*INT4"):
         RankThreads(tmp_path / "model", 4, dtype="bfloat16")
+
+
+def test_each_rank_has_an_entry_of_packed_weights(tiny, tmp_path) -> None:
+    options = {"quantization": "int8", "packed_weights_cache": str(tmp_path)}
+    model, found = tiny("llama"), []
+    for size, num_stages in ((2, 2), (2, 2), (2, 1)):
+        several = RankThreads(model, size, num_stages, **options)
+        found.append([(row.output, numbers(row)) for row in answers(several)])
+        several.shutdown()
+        if not found[1:]:
+            written = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert len(written) == 4 and found[0] == found[1]
+    now = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert len(now) == 6 and {path: now[path] for path in written} == written

@@ -33,7 +33,7 @@ from quire.executor.worker import Worker
 from quire.frontend import bundled_model
 from quire.kernels import registry
 from quire.kernels.ops import AttentionMetadata
-from quire.tests.bench import gpu_peers
+from quire.tests.bench import bench_images, gpu_peers
 from quire.tests.bench.bench_attention import metadata_of
 from quire.tests.bench.gpu_kernels import BLOCK_SIZE, Sizes, kernel_calls
 from quire.tests.bench.gpu_shapes import SHAPES, cost
@@ -41,7 +41,8 @@ from quire.tests.bench.report import write_result
 from quire.tests.bench.timing import gpu_seconds, host_seconds
 
 BUNDLED = Path(bundled_model.__file__).parent
-PARTS = ("steps", "attention", "kernels", "workload", "peers")
+PARTS = ("steps", "attention", "kernels", "workload", "peers")  # of each model
+ENCODERS = "encoders"  # of images, a part by itself
 BATCHES, CONTEXT, PROMPTS = (1, 8, 64, 256), 1024, (512, 1024, 2048, 8192)
 # nano-vllm's workload: prompts and outputs uniform in this range, seed 0
 NANO_REQUESTS, NANO_LENGTHS = 256, (100, 1024)
@@ -64,6 +65,8 @@ class Bench:
         for part in PARTS:
             for model in self.args.models if part not in self.args.skip else ():
                 self.attempt(f"{part} {model}", getattr(self, part), model)
+        for shape in ("siglip-400m", "qwen3-vl-2b") if ENCODERS not in self.args.skip else ():
+            self.attempt(f"encoder {shape}", self.encoder, shape)
 
     def attempt(self, name: str, function: Callable[..., None], *arguments: str) -> None:
         try:
@@ -315,6 +318,47 @@ class Bench:
             process_of_inproc=best["process"] / best["inproc"],
         )
 
+    def encoder(self, shape: str) -> None:
+        """An encoder of images on one of its largest images, and its attention alone, relative to
+        the operations of its products.
+        """
+        layers, side = (None, bench_images.SHAPES[shape].side) if self.is_gpu else (1, 224)
+        tower = bench_images.SHAPES[shape]
+        if not self.is_gpu and "image_size" in tower.tower:  # the only size that it takes
+            tower = tower._replace(tower=tower.tower | {"image_size": side})
+        encoder = bench_images.encoder_of_shape(
+            tower, torch.bfloat16, None, layers, self.args.device
+        )
+        pixels, layer = bench_images.noise(side, side), encoder.config.layer
+        assert layer is not None
+        num_patches, own = (side // encoder.config.patch_size) ** 2, layer.attention
+        dense = sum(one.in_features * one.out_features for one in (*own.qkv, own.out))
+        dense += sum(one.in_features * one.out_features for one in (*layer.up, layer.down))
+        flops = 4 * own.heads * own.head_dim * num_patches**2
+        whole = encoder.config.num_layers * (2 * num_patches * dense + flops)
+        seconds = self.seconds_of(lambda: encoder.encode([pixels]))
+        self.record(
+            f"encoder {shape} {side}",
+            ms=1e3 * seconds,
+            images_per_s=1 / seconds,
+            host_ms=1e3 * host_seconds(lambda: encoder.encode([pixels])),
+            flops_per_s=whole / seconds,
+            of_the_limit=whole / seconds / self.limits["flops"],
+        )
+        shape_of_heads = 3, num_patches, own.heads, own.head_dim
+        query, key, value = torch.randn(
+            shape_of_heads, dtype=torch.bfloat16, device=self.args.device
+        )
+        step = on_device(metadata_of(num_patches, [num_patches]), self.args.device)
+        attend = encoder.tower.ops.encoder_attention
+        seconds = self.seconds_of(lambda: attend(query, key, value, step, own.scale))
+        self.record(
+            f"encoder attention {shape} {num_patches}",
+            ms=1e3 * seconds,
+            flops_per_s=flops / seconds,
+            of_the_limit=flops / seconds / self.limits["flops"],
+        )
+
     def peers(self, model: str) -> None:
         gpu_peers.compare(self, model)
 
@@ -349,7 +393,7 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="+", choices=list(SHAPES), default=["0.5B", "0.6B", "1.5B", "7B"]
     )
-    parser.add_argument("--skip", nargs="*", choices=PARTS, default=[])
+    parser.add_argument("--skip", nargs="*", choices=[*PARTS, ENCODERS], default=[])
     parser.add_argument("--seconds", type=float, default=1.0, help="for each measurement of a step")
     parser.add_argument("--out", help="directory for gpu.json, written anew with every figure")
     parser.add_argument(

@@ -114,7 +114,11 @@ SHAPES = {
 
 
 def encoder_of_shape(
-    shape: Shape, dtype: torch.dtype, quantization: str | None, layers: int | None
+    shape: Shape,
+    dtype: torch.dtype,
+    quantization: str | None,
+    layers: int | None,
+    device: str = "cpu",
 ) -> VisionEncoder:
     """The shape's encoder with random weights. layers: how many it has; None: all."""
     keys = dict(shape.tower)
@@ -134,8 +138,8 @@ def encoder_of_shape(
     assert tower.layer is not None
     attention = tower.layer.attention
     heads = {"num_heads": attention.heads, "num_kv_heads": attention.kv_heads}
-    ops = registry.select("cpu", dtype, head_dim=attention.head_dim, **heads)
-    make = LayerFactory(ops, dtype, torch.device("cpu"), quantization)
+    ops = registry.select(device, dtype, head_dim=attention.head_dim, **heads)
+    make = LayerFactory(ops, dtype, torch.device(device), quantization)
     model = VisionTower(make, tower)
     for name, tensor in model.weights():
         sizes = stored_shape(tensor)

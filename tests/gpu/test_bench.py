@@ -84,7 +84,7 @@ NOT_TIMED = {
     "replace_rows",
     "add_rows",
     "rotary_embedding_by_component",
-    # text encoders have no kernels of their own for GPUs
+    # nor is it an encoder: Bench.encoder has these together
     "layer_norm",
     "fused_add_layer_norm",
     "gelu",

@@ -85,6 +85,8 @@ def test_a_dry_run(tmp_path):
         "machine",
         "ceilings",
         *steps,
+        *(f"encoder {name} 224" for name in ("siglip-400m", "qwen3-vl-2b")),
+        *(f"encoder attention {name}" for name in ("siglip-400m 256", "qwen3-vl-2b 196")),
         "attention tiny decode b=4 ctx=64",
         "attention tiny prefill 64",
     }

@@ -89,9 +89,18 @@ def check_quantization(
     if quantization is not None and ops.chosen[op] == slow and overrides.get(op) != slow:
         raise InvalidParameterError(
             "quantization",
-            f"{quantization} needs the native CPU kernels with dtype bfloat16 or float32, and they "
-            f"do not serve here (the log says why); "
+            f"{quantization} needs the native CPU kernels with dtype bfloat16 or float32, or a GPU "
+            f"with Triton, and none of them serves here (the log says why); "
             f'leave quantization out, or set kernels={{"{op}": "{slow}"}}, which is slow',
+        )
+
+
+def check_quantized_experts(quantization: str | None, device: str, has_experts: bool) -> None:
+    """Raises InvalidParameterError for experts that the kernels of a GPU do not multiply."""
+    if quantization is not None and device == "cuda" and has_experts:
+        raise InvalidParameterError(
+            "quantization",
+            f"{quantization} does not serve mixtures of experts on a GPU; leave it out",
         )
 
 

@@ -83,8 +83,14 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Searches the group's scale. Returns products of integers in -8 to 7 and a factor in +-15 per
-    half group, and scales.
+    """Returns products of integers in -8 to 7 and a factor in +-15 per half group, and scales."""
+    numbers, factors, scales = find_int4(weight)
+    return (numbers * factors.unsqueeze(-1)).flatten(-2), scales
+
+
+def find_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Searches the group's scale. weight [rows, groups, group] -> integers in -8 to 7 [rows,
+    groups, 2, group / 2], factors in +-15 of both halves [rows, groups, 2], scales [rows, groups].
     """
     finite, halves = weight.isfinite().all(-1), weight.unflatten(-1, (2, -1)).nan_to_num()
     high, low = halves.amax(-1), halves.amin(-1)
@@ -103,10 +109,9 @@ def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
         best_scale = torch.where(better, scale, best_scale)
         best_factors = torch.where(better.unsqueeze(-1), factors, best_factors)
     step = best_scale.unsqueeze(-1) * best_factors
-    numbers = (halves * torch.where(step == 0, 0.0, 1 / step).unsqueeze(-1)).round().clamp(
-        -8, 7
-    ) * best_factors.unsqueeze(-1)
-    return numbers.flatten(-2), torch.where(finite, best_scale, float("nan"))
+    inverse = torch.where(step == 0, 0.0, 1 / step).unsqueeze(-1)
+    numbers = (halves * inverse).round().clamp(-8, 7)
+    return numbers, best_factors, torch.where(finite, best_scale, float("nan"))
 
 
 def _find_factors(halves: Tensor, wanted: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

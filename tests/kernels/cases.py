@@ -13,7 +13,7 @@ from quire.kernels.reference import gguf_linear, quantized
 from quire.kernels.reference.gguf_blocks import dequantize
 from quire.tests.kernels.altup_cases import ALTUP_OPS
 from quire.tests.kernels.attention_cases import paged_attention
-from quire.tests.kernels.case import Case, rand, random_blocks
+from quire.tests.kernels.case import INTERPRETED, Case, rand, random_blocks
 from quire.tests.kernels.encoder_cases import ENCODER_OPS
 from quire.tests.kernels.image_cases import IMAGE_OPS
 from quire.tests.kernels.latent_cases import LATENT_OPS
@@ -133,6 +133,8 @@ def pack_quantized_linear(dtype: torch.dtype) -> list[Case]:
         (19, 320, 17),
         (0, 64, 32),
     ]
+    if INTERPRETED:
+        shapes = [(3, 600, 33)]
     return [
         case(*shape, bits, bias) for shape in shapes for bits in (8, 4) for bias in (False, True)
     ]

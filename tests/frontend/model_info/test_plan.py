@@ -372,10 +372,7 @@ def test_refused_models_have_no_plan(big: str, tmp_path: Path) -> None:
         plan(str(tmp_path))
     with pytest.raises(InvalidParameterError, match="max_model_len: must be at most 32768"):
         plan(big, max_model_len=40_000)
-    with pytest.raises(
-        InvalidParameterError, match="quantization: int8 needs the native CPU kernels"
-    ):
-        plan(big, 80 * GIB, device="cuda", quantization="int8")
+    assert plan(big, 80 * GIB, device="cuda", quantization="int8")
     with pytest.raises(
         InvalidParameterError, match="kv_cache_dtype: fp8 is supported by the NVIDIA GPU kernels"
     ):

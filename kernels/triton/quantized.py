@@ -1,0 +1,193 @@
+"""Int8 and int4 linear layers in Triton: tensor cores sum the integers of a group exactly, and the
+groups are added as reference/quantized.py states. So the results have the bits of a CPU, whatever
+the tiles are.
+
+Must not know: models, requests.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference.quantized import GROUP, LEAST, find_int4, in_groups, quantize_int8
+from ..registry import register
+from .device import PLAIN, PRIORITY, is_cuda
+
+LEAST_NUMBER = tl.constexpr(LEAST)
+# Adding it to a number below 2**22, and subtracting it again, rounds to nearest, ties to even.
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23
+PACKED_AT_ONCE = 2**24  # weights; bounds what packing takes beside the result
+
+
+@triton.jit
+def quantize_kernel(x_ptr, numbers_ptr, scales_ptr, x_stride, SIZE: tl.constexpr, G: tl.constexpr):
+    """Grid (T, groups). x [T, SIZE] with strides -> numbers [T, groups * G] int8, scales [T,
+    groups] f32.
+    """
+    token, group, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    column = group * G + tl.arange(0, G)
+    x = tl.load(x_ptr + token * x_stride + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    size = tl.abs(x)
+    is_finite = tl.sum((size < float("inf")).to(tl.int32), 0) == G  # not of NaN either
+    largest = tl.max(tl.where(size < float("inf"), size, 0.0), 0)
+    counts = is_finite & (largest > LEAST_NUMBER)
+    divisor = tl.where(counts, largest, 1.0)
+    factor = tl.where(counts, tl.div_rn(divisor * 0.0 + 127.0, divisor), 0.0)
+    scale = tl.where(counts, tl.div_rn(largest, largest * 0.0 + 127.0), 0.0)
+    rounded = (tl.where(is_finite, x, 0.0) * factor + ROUNDER) - ROUNDER
+    rounded = tl.minimum(tl.maximum(rounded, -127.0), 127.0)
+    tl.store(numbers_ptr + token * (count * G) + column, rounded.to(tl.int8))
+    tl.store(scales_ptr + token * count + group, tl.where(is_finite, scale, float("nan")))
+
+
+@triton.jit
+def multiply_kernel(
+    numbers_ptr,
+    scales_ptr,
+    weight_ptr,
+    factors_ptr,
+    weight_scales_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    GROUPS: tl.constexpr,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BITS: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Grid (blocks of rows, blocks of columns): out [num_rows, num_columns].
+
+    numbers [num_rows, GROUPS * G] int8 and scales [num_rows, GROUPS] f32 of quantize_kernel; weight
+    [num_columns, GROUPS * G] int8, or with 4 BITS half as many bytes: the low half of a byte is of
+    a group's first half, and the high one of its second; factors [num_columns, GROUPS, 2] int8;
+    weight_scales [num_columns, GROUPS] bf16.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_rows, in_columns = row < num_rows, column < num_columns
+    row_start = row.to(tl.int64) * (GROUPS * G)
+    STORED: tl.constexpr = G * BITS // 8  # bytes of a group
+    K: tl.constexpr = G // 2
+    k = tl.arange(0, K)
+    weight_start = column.to(tl.int64) * (GROUPS * STORED)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for group in range(GROUPS):
+        x_ptrs = numbers_ptr + (row_start + group * G)[:, None] + k[None, :]
+        first = tl.load(x_ptrs, mask=in_rows[:, None], other=0)
+        second = tl.load(x_ptrs + K, mask=in_rows[:, None], other=0)
+        w_ptrs = weight_ptr + (weight_start + group * STORED)[:, None] + k[None, :]
+        low = tl.load(w_ptrs, mask=in_columns[:, None], other=0)
+        if BITS == 8:
+            high = tl.load(w_ptrs + K, mask=in_columns[:, None], other=0)
+        else:
+            factor_ptrs = factors_ptr + (column.to(tl.int64) * GROUPS + group) * 2
+            high = (low >> 4) * tl.load(factor_ptrs + 1, mask=in_columns, other=0)[:, None]
+            low = ((low << 4) >> 4) * tl.load(factor_ptrs, mask=in_columns, other=0)[:, None]
+        exact = tl.dot(first, tl.trans(low), out_dtype=tl.int32)
+        exact = tl.dot(second, tl.trans(high), exact, out_dtype=tl.int32)
+        scale = tl.load(scales_ptr + row * GROUPS + group, mask=in_rows, other=0.0)
+        of_weight = tl.load(
+            weight_scales_ptr + column * GROUPS + group, mask=in_columns, other=0.0
+        ).to(tl.float32)
+        total = tl.fma(exact.to(tl.float32), of_weight[None, :] * scale[:, None], total)
+    if BIAS:
+        bias = tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)
+        total += bias[None, :]
+    places = row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    mask = in_rows[:, None] & in_columns[None, :]
+    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+class QuantizedLinear:
+    """Keeps integers of 8 or 4 bits. Scales are numbers of bfloat16, as the packing makes them."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, bits: int):
+        self.bias, self.bits, self.dtype = bias, bits, weight.dtype
+        self.num_columns, self.in_features = weight.shape
+        self.group = GROUP[bits]
+        self.num_groups = triton.cdiv(self.in_features, self.group)
+        rows_at_once = max(1, PACKED_AT_ONCE // self.in_features)
+        parts = [self._pack(rows) for rows in weight.split(rows_at_once)]
+        self.numbers, self.factors, self.scales = (torch.cat(part) for part in zip(*parts))
+
+    def _pack(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See multiply_kernel, whose factors are empty with 8 bits."""
+        grouped = in_groups(rows.float(), self.group)
+        if self.bits == 8:
+            numbers, scales = quantize_int8(grouped)
+            factors = numbers.new_empty(len(rows), 0)
+        else:
+            numbers, factors, scales = find_int4(grouped)
+            numbers = numbers[:, :, 1] * 16 + numbers[:, :, 0].remainder(16)
+        return numbers.to(torch.int8).flatten(1), factors.to(torch.int8), scales.bfloat16()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self.dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self._multiply(x, torch.float32)
+
+    def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        num_rows, num_groups = len(x), self.num_groups
+        numbers = x.new_empty(num_rows, num_groups * self.group, dtype=torch.int8)
+        scales = x.new_empty(num_rows, num_groups, dtype=torch.float32)
+        out = x.new_empty(num_rows, self.num_columns, dtype=dtype)
+        quantize_kernel[num_rows, num_groups](
+            x,
+            numbers,
+            scales,
+            x.stride(0),
+            SIZE=self.in_features,
+            G=self.group,
+            num_warps=1,
+            **PLAIN,
+        )
+        shape = multiply_shape(num_rows)
+        grid = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(self.num_columns, shape["COLUMNS"])
+        multiply_kernel[grid](
+            numbers,
+            scales,
+            self.numbers,
+            self.factors,
+            self.scales,
+            out if self.bias is None else self.bias,  # without BIAS it is not read
+            out,
+            num_rows,
+            self.num_columns,
+            GROUPS=num_groups,
+            G=self.group,
+            **shape,
+            BITS=self.bits,
+            BIAS=self.bias is not None,
+            **PLAIN,
+        )
+        return out
+
+    def embedding(self, token_ids: Tensor) -> Tensor:
+        ids = token_ids.long()
+        numbers = self.numbers[ids].view(len(ids), self.num_groups, -1)
+        if self.bits == 4:
+            halves = torch.stack(((numbers << 4) >> 4, numbers >> 4), 2)
+            numbers = (halves * self.factors[ids].unsqueeze(-1)).flatten(2)
+        rows = numbers.float() * self.scales[ids].float().unsqueeze(-1)
+        return rows.flatten(1)[:, : self.in_features].to(self.dtype)
+
+
+def multiply_shape(num_rows: int) -> dict[str, int]:
+    """For decodes narrow tiles, so that there are enough programs to keep loads in flight. The bits
+    of a result do not depend on the shape.
+    """
+    if num_rows <= 16:
+        return {"ROWS": 16, "COLUMNS": 32, "num_warps": 4, "num_stages": 4}
+    return {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
+
+
+@register("pack_quantized_linear", name="triton", predicate=is_cuda, priority=PRIORITY)
+def pack_quantized_linear(weight: Tensor, bias: Tensor | None, bits: int) -> QuantizedLinear:
+    return QuantizedLinear(weight, bias, bits)

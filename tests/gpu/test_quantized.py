@@ -1,0 +1,37 @@
+"""Layers of int8 and int4 on a GPU: the CPU's bits and tokens. Skipped without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quire.kernels import registry
+from quire.tests.gpu.test_engine import run
+from quire.tests.tiny_models import save_tiny_model
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+DEVICE = "cuda"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_results_have_the_specified_bits(bits: int, dtype: torch.dtype) -> None:
+    """Weights packed on the GPU, for decodes and prompts of many sizes."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(300, 1100, generator=generator) / 33).to(dtype)
+    x = torch.randn(200, 1100, generator=generator).to(dtype)
+    made = {one.name: one.function for one in registry.implementations("pack_quantized_linear")}
+    wanted = made["reference"](weight, None, bits).logits(x)
+    registry.import_implementations("cuda")
+    made = {one.name: one.function for one in registry.implementations("pack_quantized_linear")}
+    multiply = made["triton"](weight.to(DEVICE), None, bits)
+    for count in (1, 2, 16, 17, 64, 65, 200):
+        found = multiply.logits(x[:count].to(DEVICE)).cpu()
+        assert torch.equal(found, wanted[:count]), count
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_tokens_equal_the_cpus(quantization: str, tmp_path) -> None:
+    model = save_tiny_model(tmp_path, "qwen2", seed=3)
+    expected = run(model, device="cpu", quantization=quantization)
+    found = run(model, device=DEVICE, quantization=quantization)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]

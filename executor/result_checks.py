@@ -39,6 +39,7 @@ RESULTS: dict[str, Callable[..., tuple[tuple[int, ...], torch.dtype]]] = {
     "paged_attention": lambda query, *others, **named: _like(query),
     "fused_moe": _like,
     **dict.fromkeys(("layer_norm", "gelu", "gelu_tanh", "silu", "relu", "relu_squared"), _like),
+    "clamp": _like,
     **dict.fromkeys(("short_conv", "selective_scan", "gated_rms_norm", "multiply"), _like),
     "gated_delta_rule": lambda query, key, value, *others, **named: _like(value),
     "gelu_and_mul": _half,

@@ -31,6 +31,14 @@ def add_rows(x: Tensor, rows: Tensor, table: Tensor) -> None:
 
 
 @operation
+def clamp(x: Tensor, bounds: Tensor) -> Tensor:
+    """x [T, I] -> [T, I]: each number between bounds[0] and bounds[1], NaN for NaN.
+
+    bounds [2] fp32, contiguous, are rounded to dtype (Gemma 4: clipped linear layers).
+    """
+
+
+@operation
 def rotary_embedding_by_component(
     positions: Tensor,
     offsets: Tensor,

@@ -30,6 +30,7 @@ from .altup import gaussian_top_k as gaussian_top_k
 from .altup import match_magnitude as match_magnitude
 from .altup import stack_streams as stack_streams
 from .images import add_rows as add_rows
+from .images import clamp as clamp
 from .images import replace_rows as replace_rows
 from .images import rotary_embedding_by_component as rotary_embedding_by_component
 from .latent import latent_attention as latent_attention

@@ -46,15 +46,15 @@ class RecordedTower:
             kept[:num_patches].copy_(angles)
         ids = torch.zeros(num_patches, dtype=torch.int32)
         rows = torch.zeros(num_patches // self._square, dtype=torch.int64)
-        return list(self._program(ids, places.positions, places.metadata, rows))
+        return list(self._program(ids, places.positions, places.windows, rows))
 
     def _record(self, patches: torch.Tensor, places: Places) -> None:
         """Makes a program for this many patches, or more."""
         if not self._is_recordable:
             return
         rows = max(LEAST_ROWS, 1 << (len(patches) // self._square - 1).bit_length())
-        # a class token is one more
-        limits = Limits(rows * self._square + len(patches) % self._square, 1, rows)
+        # a class token is one more; a window has one row of the result at least
+        limits = Limits(rows * self._square + len(patches) % self._square, rows, rows)
         recorder = Recorder(limits)
 
         def as_large(x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ class RecordedTower:
             None if places.added is None else as_large(places.added),
             [as_large(angles) for angles in places.angles],
             recorder.positions,
-            recorder.metadata,
+            recorder.whole(),
             recorder.metadata,
         )
         inputs = as_large(patches)
@@ -80,11 +80,9 @@ class RecordedTower:
 
 
 def is_recordable(tower: VisionTower, ops: OpTable) -> bool:
-    """Whether all that the tower calls is native, and reads one division into texts."""
+    """Whether all that the tower calls is native."""
     layer = tower.config.layer
-    if layer is not None and (layer.attention.window or layer.down.is_clipped):
-        return False
-    used = {"pack_linear", "add", "layer_norm", "rms_norm", "multiply"}
+    used = {"pack_linear", "add", "layer_norm", "rms_norm", "multiply", "clamp"}
     activations = [dense.activation for one in tower.config.projectors for dense in one.dense]
     if layer is not None:
         used |= {"encoder_attention", "rotary_embedding"}

@@ -21,6 +21,11 @@ def add_rows(x: Tensor, rows: Tensor, table: Tensor) -> None:
     x[taken] = (x[taken].float() + table[rows[taken].long()].float()).to(x.dtype)
 
 
+@register("clamp", name="reference", priority=0)
+def clamp(x: Tensor, bounds: Tensor) -> Tensor:
+    return x.clamp(*bounds.to(x.dtype))
+
+
 @register("rotary_embedding_by_component", name="reference", priority=0)
 def rotary_embedding_by_component(
     positions: Tensor,

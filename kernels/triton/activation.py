@@ -1,4 +1,4 @@
-"""Implements activations, gated or not, scaling and adding in Triton.
+"""Implements activations, gated or not, scaling, clamping and adding in Triton.
 
 Must not know: models, requests.
 """
@@ -151,6 +151,28 @@ def _grid(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     size = x.shape[1]
     block = min(TILE, triton.next_power_of_2(size))
     return (len(x), triton.cdiv(size, block)), {"SIZE": size, "BLOCK": block}
+
+
+@triton.jit
+def clamp_kernel(x_ptr, bounds_ptr, out_ptr, token_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """x [T, SIZE] with strides, out [T, SIZE] contiguous."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    dtype = x_ptr.dtype.element_ty
+    x = tl.load(x_ptr + token * token_stride + column, mask=mask, other=0.0).to(tl.float32)
+    low = tl.load(bounds_ptr).to(dtype).to(tl.float32)
+    high = tl.load(bounds_ptr + 1).to(dtype).to(tl.float32)
+    x = tl.where(x < low, low, x)  # a NaN stays one
+    tl.store(out_ptr + token * SIZE + column, tl.where(x > high, high, x).to(dtype), mask=mask)
+
+
+@register("clamp", name="triton", predicate=is_cuda, priority=PRIORITY)
+def clamp(x: Tensor, bounds: Tensor) -> Tensor:
+    out = x.new_empty(x.shape)
+    grid, sizes = _grid(x)
+    clamp_kernel[grid](x, bounds, out, x.stride(0), **sizes, **PLAIN)
+    return out
 
 
 @register("scale", name="triton", predicate=is_cuda, priority=PRIORITY)

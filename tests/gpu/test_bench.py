@@ -83,6 +83,7 @@ NOT_TIMED = {
     # nor reads images
     "replace_rows",
     "add_rows",
+    "clamp",
     "rotary_embedding_by_component",
     # nor is it an encoder: Bench.encoder has these together
     "layer_norm",

@@ -41,6 +41,23 @@ def add_rows(dtype: torch.dtype) -> list[Case]:
     return _cases(dtype, own)
 
 
+def clamp(dtype: torch.dtype) -> list[Case]:
+    def own(x: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:
+        return (x.clamp(*bounds.to(dtype).to(x.dtype)),)
+
+    # numbers that no type but fp32 has
+    bounds = torch.tensor([-0.70001, 1.30001])
+    wide = rand(5, 80, dtype=dtype)[:, 3:70]
+    return [
+        *(
+            Case(f"{n} x {m}", (rand(n, m, dtype=dtype), bounds), own)
+            for n, m in ((1, 3), (37, 64))
+        ),
+        Case("strided", (wide, bounds), own),
+        Case("none", (rand(0, 8, dtype=dtype), bounds), own),
+    ]
+
+
 def rotary_embedding_by_component(dtype: torch.dtype) -> list[Case]:
     def own(
         positions: Tensor,
@@ -88,4 +105,4 @@ def rotary_embedding_by_component(dtype: torch.dtype) -> list[Case]:
     return [case(1, 4, 64, 64), case(37, 3, 32, 8), case(0, 2, 16, 16)]
 
 
-IMAGE_OPS = {f.__name__: f for f in (replace_rows, add_rows, rotary_embedding_by_component)}
+IMAGE_OPS = {f.__name__: f for f in (replace_rows, add_rows, clamp, rotary_embedding_by_component)}

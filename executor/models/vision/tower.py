@@ -76,45 +76,58 @@ class Merged:
         """[P, in_features] -> [P, sum of out_features]"""
         return self.linear(x)
 
+    def apart(self, x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+        """[P, in_features] -> [P, size] of each of the sizes"""
+        return self(x).split(sizes, 1)
+
     def weights(self) -> Weights:
         yield from self.linear.weights("")
 
 
 class Clipped:
-    """The same for layers whose inputs and outputs are bounded, each by bounds of its own."""
+    """A linear layer whose input and output are bounded."""
 
-    def __init__(self, make: LayerFactory, parts: Sequence[config.Dense], index: int):
-        self.linears = [Merged(make, [part], index) for part in parts]
-        self.names = [[name.format(index) for name in part.bounds] for part in parts]
+    def __init__(self, make: LayerFactory, part: config.Dense, index: int):
+        self.linear, self.clamp = Merged(make, [part], index), make.ops.clamp
+        self.names = [name.format(index) for name in part.bounds]
         # the least and the largest input, and output
-        self.bounds = [[make.parameter(dtype=torch.float32) for _ in range(4)] for _ in parts]
+        self.bounds = make.parameter(2, 2, dtype=torch.float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[P, in_features] -> [P, sum of out_features]"""
-        results = []
-        for linear, (low, high, *of_output) in zip(self.linears, self.bounds):
-            y = linear(x.clamp(low.to(x.dtype), high.to(x.dtype)))
-            results.append(y.clamp_(*(bound.to(x.dtype) for bound in of_output)))
-        return torch.cat(results, 1) if len(results) > 1 else results[0]
+        """[P, in_features] -> [P, out_features]"""
+        return self.clamp(self.linear(self.clamp(x, self.bounds[0])), self.bounds[1])
 
     def weights(self) -> Weights:
-        for linear, names, bounds in zip(self.linears, self.names, self.bounds):
+        yield from self.linear.weights()
+        yield from zip(self.names, self.bounds.flatten())
+
+
+class SeparatelyClipped:
+    """Several of them with one input, each with bounds of its own."""
+
+    def __init__(self, make: LayerFactory, parts: Sequence[config.Dense], index: int):
+        self.linears = [Clipped(make, part, index) for part in parts]
+
+    def apart(self, x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+        """See Merged."""
+        return [linear(x) for linear in self.linears]
+
+    def weights(self) -> Weights:
+        for linear in self.linears:
             yield from linear.weights()
-            yield from zip(names, bounds)
 
 
-def make_side_by_side(
-    make: LayerFactory, parts: Sequence[config.Dense], index: int
-) -> Merged | Clipped:
-    return (Clipped if parts[0].is_clipped else Merged)(make, parts, index)
+def make_one(make: LayerFactory, part: config.Dense, index: int) -> Merged | Clipped:
+    return Clipped(make, part, index) if part.is_clipped else Merged(make, [part], index)
 
 
 class Attention:
     def __init__(self, make: LayerFactory, attention: config.Attention, index: int):
         self.ops, self.config = make.ops, attention
         self.is_windowed = bool(attention.window) and index not in attention.whole_layers
-        self.qkv = make_side_by_side(make, attention.qkv, index)
-        self.out = make_side_by_side(make, [attention.out], index)
+        is_clipped = attention.out.is_clipped
+        self.qkv = (SeparatelyClipped if is_clipped else Merged)(make, attention.qkv, index)
+        self.out = make_one(make, attention.out, index)
         self.q_norm, self.k_norm, self.value_norm = (
             None if norm is None else make_norm(make, norm, index)
             for norm in (attention.q_norm, attention.k_norm, attention.value_norm)
@@ -124,7 +137,7 @@ class Attention:
         """[P, hidden_size] -> [P, hidden_size]"""
         attention = self.config
         sizes = [n * attention.head_dim for n in (attention.heads, *[attention.kv_heads] * 2)]
-        query, key, value = self.qkv(x).split(sizes, 1)
+        query, key, value = self.qkv.apart(x, sizes)
         query = self._heads(query, self.q_norm)
         key, value = self._heads(key, self.k_norm), self._heads(value, self.value_norm)
         first = 0
@@ -156,13 +169,31 @@ class Attention:
 
 class MLP:
     def __init__(self, make: LayerFactory, layer: config.TowerLayer, index: int):
-        self.up = make_side_by_side(make, layer.up, index)
-        self.down = make_side_by_side(make, [layer.down], index)
+        self.up, self.down = Merged(make, layer.up, index), make_one(make, layer.down, index)
         self.activate = getattr(make.ops, layer.activation + "_and_mul" * (len(layer.up) > 1))
 
     def __call__(self, x: torch.Tensor, places: Places) -> torch.Tensor:
         """[P, hidden_size] -> [P, hidden_size]"""
         return self.down(self.activate(self.up(x)))
+
+    def weights(self) -> Weights:
+        for part in (self.up, self.down):
+            yield from part.weights()
+
+
+class ClippedMLP:
+    """With a gate, whose layer has other bounds than the one beside it."""
+
+    def __init__(self, make: LayerFactory, layer: config.TowerLayer, index: int):
+        self.up = SeparatelyClipped(make, layer.up, index)
+        self.down = Clipped(make, layer.down, index)
+        self.activate, self.multiply = getattr(make.ops, layer.activation), make.ops.multiply
+        self.sizes = [part.out_features for part in layer.up]
+
+    def __call__(self, x: torch.Tensor, places: Places) -> torch.Tensor:
+        """[P, hidden_size] -> [P, hidden_size]"""
+        gate, up = self.up.apart(x, self.sizes)
+        return self.down(self.multiply(up[:, None], self.activate(gate)[:, None], "none")[:, 0])
 
     def weights(self) -> Weights:
         for part in (self.up, self.down):
@@ -175,7 +206,7 @@ class Residual:
     def __init__(
         self,
         make: LayerFactory,
-        block: Attention | MLP,
+        block: Attention | MLP | ClippedMLP,
         before: config.Norm,
         after: config.Norm | None,
         factor: str,
@@ -208,7 +239,8 @@ class Residual:
 
 
 def make_layer(make: LayerFactory, layer: config.TowerLayer, index: int) -> list[Residual]:
-    attention, mlp = Attention(make, layer.attention, index), MLP(make, layer, index)
+    attention = Attention(make, layer.attention, index)
+    mlp = (ClippedMLP if layer.down.is_clipped else MLP)(make, layer, index)
     of_attention = layer.attention_norm, layer.attention_after, layer.attention_factor
     of_mlp = layer.mlp_norm, layer.mlp_after, layer.mlp_factor
     return [

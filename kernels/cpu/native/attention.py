@@ -107,6 +107,7 @@ def encoder_attention(
         head_dim=query.shape[2],
         window=window,
         bias_distance=0 if bias is None else bias.shape[1] // 2,
+        is_whole=False,  # the recorder knows better
         scale=scale,
     )
     return out

@@ -6,8 +6,8 @@ Must not know: models, requests.
 from torch import Tensor
 
 from ...registry import register
-from .calls import Op, Step, TableRows
-from .program import run_call
+from .calls import Clamp, Op, Step, TableRows
+from .program import empty, run_call
 from .rotary import rotate
 from .tensors import PRIORITY, is_native
 
@@ -25,6 +25,13 @@ def add_rows(x: Tensor, rows: Tensor, table: Tensor) -> None:
 def _combine(op: Op, x: Tensor, rows: Tensor, table: Tensor) -> None:
     step = Step(num_tokens=x.shape[0], image_rows=rows.data_ptr())
     run_call(TableRows, op, x, step, x=x, table=table, size=x.shape[1])
+
+
+@register("clamp", name="native", predicate=is_native, priority=PRIORITY)
+def clamp(x: Tensor, bounds: Tensor) -> Tensor:
+    out = empty(*x.shape, dtype=x.dtype)
+    run_call(Clamp, Op.CLAMP, x, x=x, out=out, bounds=bounds, size=x.shape[1])
+    return out
 
 
 @register("rotary_embedding_by_component", name="native", predicate=is_native, priority=PRIORITY)

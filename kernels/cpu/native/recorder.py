@@ -19,13 +19,14 @@ import bisect
 import math
 import mmap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...ops import ImageRows, StateRows, make_metadata
+from ...ops import AttentionMetadata, ImageRows, StateRows, make_metadata
 from .calls import ALL_LOGITS, ALL_TOKENS, Absent, Call, Ids, Step, Struct
 
 # members of a Step, in the order of the columns of StateRows
@@ -117,6 +118,7 @@ class Recorder:
             self._make_images(limits.num_tokens) if has_images else None,
         )
         self._part_ids: dict[int, int] = {}  # address of ids that part_ids made -> first id
+        self._whole: int | None = None  # address of the query_start_loc that `whole` made
         # The key is the name of the step's member. Tensors are in order of groups where these have
         # their own.
         self._inputs = {
@@ -155,6 +157,12 @@ class Recorder:
         self._part_ids[ids.data_ptr()] = first_id
         return ids
 
+    def whole(self) -> AttentionMetadata:
+        """Returns the metadata of all tokens as one request, for encoder_attention."""
+        starts = self._make((2,), torch.int32)
+        self._whole = starts.data_ptr()
+        return replace(self.metadata, query_start_loc=starts)
+
     def submit(self, call: Call, step: Step) -> None:
         """Checks that the call reads this step's tensors and not copies that the model made, and
         sets which group's it reads.
@@ -163,6 +171,9 @@ class Recorder:
             if name == "token_ids" and address in self._part_ids:
                 call.first_id = self._part_ids[address]
                 call.absent = Absent.ABSENT_ZEROS
+                continue
+            if name == "query_start_loc" and address == self._whole:
+                call.is_whole = True
                 continue
             if name == "token_ids" and self.token_types is not None:
                 if address == self.token_types.data_ptr():

@@ -170,7 +170,8 @@ def _work_of_attention(
 ) -> Work:
     heads = call.heads, call.kv_heads, call.head_dim
     if isinstance(call, c.EncoderAttention):
-        return work.encoder_attention(query_lens, *heads, item, call.window)
+        lens = [sum(query_lens)] if call.is_whole else query_lens
+        return work.encoder_attention(lens, *heads, item, call.window)
     cache = ITEM_BYTES[call.cache_dtype]
     return work.attention(query_lens, seq_lens, *heads, item, cache, call.sliding_window)
 

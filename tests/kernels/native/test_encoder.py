@@ -57,6 +57,15 @@ def test_a_text_is_the_same_bits_alone_and_in_any_batch(isa, heads, options, dty
                 assert same_bits(result, alone[i]), (LENGTHS[i], num_threads)
 
 
+def test_a_long_text_is_the_same_bits_beside_another_and_on_any_number_of_threads(isa):
+    torch.manual_seed(2)
+    qkv = torch.randn(2100 + 5, 3, 8).bfloat16()
+    library.set_num_threads(1)
+    alone = attend(qkv[:2100], [2100], (1, 1, 8), ())
+    library.set_num_threads(3)
+    assert same_bits(attend(qkv, [2100, 5], (1, 1, 8), ())[:2100], alone)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_other_texts_have_no_effect(isa, bad, dtype):

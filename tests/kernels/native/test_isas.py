@@ -49,6 +49,7 @@ PER_TOKEN = {
     **dict.fromkeys(("stack_streams", "match_magnitude", "altup_predict"), (0, 1)),
     "altup_correct": (0, 1, 2),
     "gaussian_top_k": (0,),
+    "clamp": (0,),
 }
 BY_ROWS = [(op, dtype) for op, dtype in NATIVE if op in PER_TOKEN]
 

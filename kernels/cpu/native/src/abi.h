@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 33
+#define QUIRE_ABI_VERSION 34
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -100,6 +100,7 @@ enum Op : int32_t {
     OP_ALTUP_PREDICT,
     OP_ALTUP_CORRECT,
     OP_GAUSSIAN_TOP_K,
+    OP_CLAMP,
     NUM_OPS,
 };
 
@@ -309,7 +310,8 @@ struct Attention : Call {
 // -> out, contiguous; requests are those of the step's query_start_loc. head_dim is a multiple of
 // 8, at most 256.
 // window: the largest distance that a token sees; 0: all. bias [heads, 2 * bias_distance + 1],
-// unless null, as in encoder_attention (kernels/encoder.py).
+// unless null, as in encoder_attention (kernels/encoder.py). is_whole: all tokens of the step are
+// one request.
 struct EncoderAttention : Call {
     const void* query;
     const void* key;
@@ -317,7 +319,7 @@ struct EncoderAttention : Call {
     const float* bias;
     void* out;
     int64_t query_row, query_head, key_row, key_head, value_row, value_head;
-    int64_t heads, kv_heads, head_dim, window, bias_distance;
+    int64_t heads, kv_heads, head_dim, window, bias_distance, is_whole;
     double scale;
 };
 

@@ -9,3 +9,12 @@ struct TableRows : Call {
     const void* table;
     int64_t x_row, table_row, size;
 };
+
+// x [rows, size] -> out [rows, size], between bounds[0] and bounds[1], which are rounded to the
+// activations' dtype.
+struct Clamp : Call {
+    const void* x;
+    void* out;
+    const float* bounds;
+    int64_t x_row, out_row, size;
+};

@@ -15,6 +15,12 @@ constexpr int TILE = 64;             // keys that stay in the L1 cache while all
 constexpr int SUMS = REGISTERS / 2;  // sums that are held in registers; divides TILE
 constexpr int L = Vec::LANES;
 
+// Rows of an item. The keys and values of a long text do not fit the L2 cache: more rows read them
+// less often, as long as the rows' sums fit. Fewer rows balance the load.
+inline int64_t item_rows(int64_t length, int64_t head_dim) {
+    return length < 2048 || head_dim > 128 ? 128 : 512;
+}
+
 // Products of single fp32 numbers or, where the processor has them, of pairs of bf16.
 template <typename T>
 struct LaneDot {
@@ -27,16 +33,16 @@ struct LaneDot<uint16_t> {
 };
 #endif
 
-// sums += x [SUMS, steps] times lanes [steps, LANES]; a step has Dot::X_PER_STEP numbers. x's rows
-// are ROW numbers apart, its steps `step`.
-template <typename Dot, int64_t ROW>
+// sums += x [N, steps] times lanes [steps, LANES]; a step has Dot::X_PER_STEP numbers. x's rows are
+// ROW numbers apart, its steps `step`.
+template <typename Dot, int64_t ROW, int N>
 inline ALWAYS_INLINE void multiply_lanes(const typename Dot::X* x, int64_t step,
                                          const typename Dot::Weight* lanes, int64_t steps,
-                                         Vec (&sums)[SUMS]) {
+                                         Vec (&sums)[N]) {
     for (; steps > 0; steps--, x += step, lanes += L * Dot::X_PER_STEP) {
         const auto held = Dot::weights(lanes, 0);
 #pragma GCC unroll 16
-        for (int i = 0; i < SUMS; i++) sums[i] = settled(Dot::add(sums[i], held, x + i * ROW));
+        for (int i = 0; i < N; i++) sums[i] = settled(Dot::add(sums[i], held, x + i * ROW));
     }
 }
 
@@ -69,30 +75,45 @@ inline Vec weigh_lanes(float* scores, int count, Vec most, uint16_t* weights) {
 
 // The list of items, equal on every thread: by request, then by KV head, then by query tile.
 struct EncoderPlan {
+    const EncoderAttention& a;
     const Step& step;
-    const int64_t group, sets, tokens_per_tile;  // query heads of an item; sets of them
-    int64_t* first_items = nullptr;              // [num_requests + 1]
+    const int64_t num_requests, group, sets;  // query heads of an item; sets of them
+    int64_t* first_items = nullptr;           // [num_requests + 1]
+    int64_t most_rows = 0;                    // of an item
 
     EncoderPlan(const EncoderAttention& a, const Step& step)
-        : step(step),
+        : a(a),
+          step(step),
+          num_requests(a.is_whole ? 1 : step.num_requests),
           group(a.bias ? 1 : a.heads / a.kv_heads),
-          sets(a.heads / group),
-          tokens_per_tile(std::max<int64_t>(1, ITEM_ROWS / group)) {}
-    size_t bytes() const { return round_up((step.num_requests + 1) * sizeof(int64_t), 64); }
+          sets(a.heads / group) {
+        for (int64_t i = 0; i < num_requests; i++)
+            most_rows = std::max(most_rows, tokens_per_tile(length_of(i)) * group);
+    }
+    size_t bytes() const { return round_up((num_requests + 1) * sizeof(int64_t), 64); }
     void make(int64_t* memory) {
         first_items = memory;
         first_items[0] = 0;
-        for (int64_t i = 0; i < step.num_requests; i++)
-            first_items[i + 1] = first_items[i] + ceil_div(length_of(i), tokens_per_tile) * sets;
+        for (int64_t i = 0; i < num_requests; i++) {
+            const int64_t length = length_of(i);
+            first_items[i + 1] = first_items[i] + ceil_div(length, tokens_per_tile(length)) * sets;
+        }
     }
 
-    int64_t length_of(int64_t request) const {
-        return step.query_start_loc[request + 1] - step.query_start_loc[request];
+    int64_t start_of(int64_t request) const {
+        return a.is_whole ? 0 : step.query_start_loc[request];
     }
-    int64_t num_items() const { return first_items[step.num_requests]; }
+    int64_t length_of(int64_t request) const {
+        return a.is_whole ? step.num_tokens
+                          : step.query_start_loc[request + 1] - step.query_start_loc[request];
+    }
+    int64_t tokens_per_tile(int64_t length) const {
+        return std::max<int64_t>(1, item_rows(length, a.head_dim) / group);
+    }
+    int64_t num_items() const { return first_items[num_requests]; }
     int64_t request_of(int64_t item) const {
-        return std::upper_bound(first_items, first_items + step.num_requests + 1, item) -
-               first_items - 1;
+        return std::upper_bound(first_items, first_items + num_requests + 1, item) - first_items -
+               1;
     }
 };
 
@@ -108,25 +129,24 @@ struct EncoderAttender {
 
     const EncoderAttention& a;
     const EncoderPlan& plan;
-    const int64_t depth;  // head_dim rounded up to a multiple of SUMS, padded with zeros
     const int64_t state_size;
     size_t num_bytes = 0;
-    float* states;  // [strips, state_size]: maxima, sums of weights, sums of values [depth, LANES]
+    float* states;  // [strips, state_size]: maxima, sums of weights, sums of values [head_dim,
+                    // LANES]
     float* positions;  // [strips, LANES]: the rows' tokens
     float* scores;     // [TILE + 1, LANES]
     float* bias;       // by position minus key's position, from -bias_distance - LANES on
     X* weights;        // [TILE / PAIR, LANES, PAIR]
     X* queries;        // [strips, head_dim / PAIR, LANES, PAIR]
     X* keys;           // [TILE, KEY_ROW]
-    X* values;         // [TILE / PAIR, depth, PAIR]
+    X* values;         // [TILE / PAIR, head_dim, PAIR]
 
     // memory: num_bytes, or null for an object that only counts them
     EncoderAttender(const EncoderAttention& a, const EncoderPlan& plan, char* memory)
         : a(a),
           plan(plan),
-          depth(round_up(a.head_dim, SUMS)),
-          state_size(VALUES + round_up(depth, 8) * L) {
-        const int64_t strips = ceil_div(std::max(ITEM_ROWS, plan.group), L);
+          state_size(VALUES + a.head_dim * L) {
+        const int64_t strips = ceil_div(plan.most_rows, L);
         const auto take = [&](auto*& part, int64_t size) {
             if (memory) part = (std::remove_reference_t<decltype(part)>)(memory + num_bytes);
             num_bytes += round_up(size * sizeof(*part), 64);
@@ -138,8 +158,7 @@ struct EncoderAttender {
         take(weights, TILE * L);
         take(queries, strips * a.head_dim * L);
         take(keys, TILE * KEY_ROW);
-        take(values, TILE * depth);
-        if (memory) std::memset(values, 0, TILE * depth * sizeof(X));
+        take(values, TILE * a.head_dim);
     }
     int64_t bias_size() const { return a.bias ? 2 * (a.bias_distance + L) : 0; }
 
@@ -181,7 +200,7 @@ struct EncoderAttender {
     void load_tile(const T* key, const T* value, int count) const {
         for (int i = 0; i < count; i++) copy(key + i * a.key_row, keys + i * KEY_ROW);
         if constexpr (PAIR == 1) {
-            for (int i = 0; i < count; i++) copy(value + i * a.value_row, values + i * depth);
+            for (int i = 0; i < count; i++) copy(value + i * a.value_row, values + i * a.head_dim);
         } else {
             static const T zeros[MAX_ENCODER_HEAD_DIM] = {};
             for (int i = 0; i < count; i += 2) {
@@ -190,7 +209,7 @@ struct EncoderAttender {
                 for (int64_t d = 0; d < a.head_dim; d += 8) {
                     __m128i x = _mm_loadu_si128((const __m128i*)(first + d)),
                             y = _mm_loadu_si128((const __m128i*)(second + d));
-                    __m128i* to = (__m128i*)(values + i * depth + 2 * d);
+                    __m128i* to = (__m128i*)(values + i * a.head_dim + 2 * d);
                     _mm_storeu_si128(to, _mm_unpacklo_epi16(x, y));
                     _mm_storeu_si128(to + 1, _mm_unpackhi_epi16(x, y));
                 }
@@ -240,18 +259,25 @@ struct EncoderAttender {
         const Vec total = weigh_lanes(scores, count, most, weights);
         most.store(state + MOST);
         (is_first ? total : Vec::fma(Vec::load(state + TOTAL), decay, total)).store(state + TOTAL);
-        for (int64_t d = 0; d < depth; d += SUMS) {
-            Vec sums[SUMS];
-            float* at = state + VALUES + d * L;
-            if (!is_first) {
+        const int64_t steps = ceil_div(count, PAIR);
+        int64_t d = 0;
+        for (; d + SUMS <= a.head_dim; d += SUMS)
+            add_values<SUMS>(state + VALUES, d, steps, is_first, decay);
+        for (; d < a.head_dim; d += 8) add_values<8>(state + VALUES, d, steps, is_first, decay);
+    }
+
+    // sums of values, from column d on
+    template <int N>
+    void add_values(float* totals, int64_t d, int64_t steps, bool is_first, Vec decay) const {
+        Vec sums[N];
+        float* at = totals + d * L;
+        if (!is_first) {
 #pragma GCC unroll 16
-                for (int i = 0; i < SUMS; i++) sums[i] = Vec::load(at + i * L) * decay;
-            }
-            multiply_lanes<Dot, PAIR>(values + d * PAIR, depth * PAIR, weights,
-                                      ceil_div(count, PAIR), sums);
-#pragma GCC unroll 16
-            for (int i = 0; i < SUMS; i++) sums[i].store(at + i * L);
+            for (int i = 0; i < N; i++) sums[i] = Vec::load(at + i * L) * decay;
         }
+        multiply_lanes<Dot, PAIR>(values + d * PAIR, a.head_dim * PAIR, weights, steps, sums);
+#pragma GCC unroll 16
+        for (int i = 0; i < N; i++) sums[i].store(at + i * L);
     }
 
     // Divides a strip's sums and stores its rows. out: the item's first row.
@@ -259,7 +285,7 @@ struct EncoderAttender {
         float *state = states + strip * state_size, *sums = state + VALUES;
         const Vec factor = Vec(1.0f) / Vec::load(state + TOTAL);
         constexpr int WIDTH = 4 / sizeof(T);  // numbers of a dword
-        for (int64_t d = 0; d < depth; d += WIDTH) {
+        for (int64_t d = 0; d < a.head_dim; d += WIDTH) {
             Vec first = Vec::load(sums + d * L) * factor;
             if constexpr (WIDTH == 1) first.store(sums + d * L);
             else
@@ -283,10 +309,10 @@ struct EncoderAttender {
 
     void attend_item(int64_t item) const {
         const int64_t request = plan.request_of(item), index = item - plan.first_items[request],
-                      first = plan.step.query_start_loc[request], length = plan.length_of(request),
-                      tiles = ceil_div(length, plan.tokens_per_tile),
-                      token = index % tiles * plan.tokens_per_tile,
-                      num_tokens = std::min(plan.tokens_per_tile, length - token),
+                      first = plan.start_of(request), length = plan.length_of(request),
+                      per_tile = plan.tokens_per_tile(length), tiles = ceil_div(length, per_tile),
+                      token = index % tiles * per_tile,
+                      num_tokens = std::min(per_tile, length - token),
                       num_rows = num_tokens * plan.group, strips = ceil_div(num_rows, L),
                       head = index / tiles * plan.group, kv_head = head / (a.heads / a.kv_heads);
         const T *query = (const T*)a.query + (first + token) * a.query_row + head * a.query_head,

@@ -38,8 +38,8 @@ void gelu_and_mul(const Call& call, const Step& step, const Worker& worker) {
                                        [](Vec x) { return gelu(x); }));
 }
 
-template <typename T, typename Activation>
-void activate_rows(const Activate& a, int64_t rows, const Worker& worker, Activation activation) {
+template <typename T, typename Of, typename Activation>
+void activate_rows(const Of& a, int64_t rows, const Worker& worker, Activation activation) {
     int64_t piece = piece_of_rows(a.size);
     for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
@@ -79,6 +79,17 @@ void relu(const Call& call, const Step& step, const Worker& worker) {
 void relu_squared(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, activate_rows<T>((const Activate&)call, rows_of(call, step), worker,
                                            [](Vec x) { return relu_squared(x); }));
+}
+
+template <typename T>
+void clamp_rows(const Clamp& a, int64_t rows, const Worker& worker) {
+    const Vec low(Number<T>::round(a.bounds[0])), high(Number<T>::round(a.bounds[1]));
+    // operand order: the second one if one is NaN
+    activate_rows<T>(a, rows, worker, [=](Vec x) { return Vec::min(high, Vec::max(low, x)); });
+}
+
+void clamp(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, clamp_rows<T>((const Clamp&)call, rows_of(call, step), worker));
 }
 
 void soft_cap(const Call& call, const Step& step, const Worker& worker) {

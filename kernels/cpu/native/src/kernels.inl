@@ -132,5 +132,6 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     altup_predict,
     altup_correct,
     gaussian_top_k,
+    clamp,
 };
 #endif

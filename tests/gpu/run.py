@@ -46,7 +46,8 @@ SUITE = [
     "tests/test_same_seed.py",
     "tests/test_feature_matrix.py",
 ]
-# Quire's own int8 and int4, and the bits that native kernels promise, are of CPUs
+# a cache in int8, and the bits that native kernels promise, are of CPUs; layers in int8 and int4
+# have tests in this folder
 SUPPORTED = "not int8 and not int4 and not bits"
 SANITIZER = "compute-sanitizer"
 

@@ -105,7 +105,7 @@ class Worker:
         if group is ALONE:
             _refuse_ranks(config)
         self.config, self.group = config, group
-        self.expert_group = make_expert_group(config)
+        self.expert_group = make_expert_group(config, group.place[0])
         self.device = devices.select_device(config.device_config.device)
         self.dtype = devices.select_dtype(config.model_config.dtype, self.device)
         self.kv_cache_dtype = devices.select_kv_cache_dtype(
@@ -618,7 +618,7 @@ class Worker:
         A failure of one request is a row in `errors`; an exception fails the engine.
         """
         step = self.runner if self.tracer is None else self.tracer
-        if self.expert_group.size == 1:
+        if not self._shares_experts:
             return step.execute_model(scheduler_output)
         run = partial(step.execute_model, scheduler_output)
         return self.expert_group.run(run, self.runner.execute_dummy_batch)
@@ -699,7 +699,16 @@ class Worker:
     def join_pass(self) -> None:
         """Runs a pass without data, in which this engine's experts compute rows of the others."""
         self.check_health()
-        self.expert_group.run(self.runner.execute_dummy_batch, self.runner.execute_dummy_batch)
+        run = self.runner.execute_dummy_batch
+        if self._shares_experts:
+            self.expert_group.run(run, run)
+        else:
+            run()
+
+    @property
+    def _shares_experts(self) -> bool:
+        """Whether a pass is one of all engines. A stage may have no layers of experts."""
+        return self.expert_group.size > 1 and bool(self.model.routed_tokens())
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of CALLABLE on every rank and returns the results in rank order.

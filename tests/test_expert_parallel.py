@@ -222,6 +222,25 @@ def test_kills_at_random(one_engine, engines, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
+def test_engines_of_several_ranks(one_engine, model, sizes: tuple[int, int]) -> None:
+    """With stages, the first one has no layer of experts."""
+    parallel = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), sizes))
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, seed=0)
+    wanted = {f"r{i}": ([9, 8, i], params) for i in range(5)}
+    engines = Engines(model, **parallel)
+    try:
+        found = engines.run(burst(engines.llm, wanted, random.Random(1)))
+        alone = {"alone": ([9, 8, 7], params)}
+        assert engines.run(burst(engines.llm, alone, random.Random(1))) == expected_of(
+            one_engine, alone
+        )
+    finally:
+        engines.close()
+    assert found == expected_of(one_engine, wanted)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

@@ -36,10 +36,17 @@ class ExpertGroup:
     elsewhere get zeros.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, directory: str = "", timeout_s: float = 60.0):
-        """directory: where the engines find each other, of this group alone; all have the same."""
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        directory: str = "",
+        timeout_s: float = 60.0,
+        name: str = "gloo",
+    ):
+        """directory and name: where the members of this group find each other."""
         self.rank, self.size = rank, size
-        self._directory, self._timeout_s = directory, timeout_s
+        self._directory, self._name, self._timeout_s = directory, name, timeout_s
         self._gloo: Any = None
         self._is_meeting = False  # this pass is one of all engines
         self._num_rows: list[int] = []  # of each engine in this pass, once they are known
@@ -49,7 +56,7 @@ class ExpertGroup:
         """Waits for the other engines. Raises EngineDeadError."""
         distributed: Any = dist  # whose types are incomplete
         with self._failing():
-            store = distributed.FileStore(str(Path(self._directory) / "gloo"), self.size)
+            store = distributed.FileStore(str(Path(self._directory) / self._name), self.size)
             store.set_timeout(datetime.timedelta(seconds=self._timeout_s))
             # on the loopback: they are engines of one machine
             self._gloo = make_process_group(store, self.rank, self.size, self._timeout_s)
@@ -157,12 +164,13 @@ def _bytes(x: Tensor) -> Tensor:
 ALL_EXPERTS = ExpertGroup()
 
 
-def make_expert_group(config: EngineConfig) -> ExpertGroup:
-    """The group of an engine's resolved configuration, not connected."""
+def make_expert_group(config: EngineConfig, rank: int = 0) -> ExpertGroup:
+    """The group of an engine's resolved configuration, not connected. rank: among all ranks of the
+    engine. Those with the same number are a group: they have the same layers and parts of them.
+    """
     if not shares_experts(config):
         return ALL_EXPERTS
     device, service = config.device_config, config.service_config
     timeout_s = max(service.step_timeout_s, service.startup_timeout_s)
-    return ExpertGroup(
-        device.data_parallel_rank, device.data_parallel_size, device.expert_group, timeout_s
-    )
+    place = device.data_parallel_rank, device.data_parallel_size
+    return ExpertGroup(*place, device.expert_group, timeout_s, f"gloo-{rank}")

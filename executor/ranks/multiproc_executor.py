@@ -284,6 +284,18 @@ class MultiprocExecutor:
         """See Executor."""
         return [value for values in self._call("collective_rpc", method, *args) for value in values]
 
+    def join_engines(self) -> None:
+        """See SharingExecutor."""
+        self._call("join_engines")
+
+    def meet_engines(self, has_work: bool) -> bool:
+        """See SharingExecutor. Each rank meets those of the other engines with its number."""
+        return any(self._call("meet_engines", has_work))
+
+    def join_pass(self) -> None:
+        """See SharingExecutor."""
+        self._call("join_pass")
+
     def start_trace(self, num_steps: int) -> None:
         """See Executor."""
         self._call("start_trace", num_steps)

@@ -121,6 +121,7 @@ class Rank:
         {"determine_num_blocks", "initialize_kv_cache", "execute_dummy_batch", "collective_rpc"}
         | {"plan_swap_space", "open_swap_space", "run_pass"}
         | {"start_trace", "check_health", "remove_lora", "list_loras"}
+        | {"join_engines", "meet_engines", "join_pass"}
     )
 
     def __init__(self, links: RankLinks, num_threads: int):

@@ -31,17 +31,10 @@ def check_expert_parallel(config: EngineConfig) -> None:
     one of them decides on.
     """
     device, scheduling = config.device_config, config.scheduler_config
-    if device.enable_expert_parallel and device.tensor_parallel_size > 1:
-        raise InvalidParameterError(
-            NAME,
-            "divides the experts among engines (data_parallel_size), not among tensor ranks, which "
-            "divide each expert: it cannot be used with tensor_parallel_size > 1",
-        )
     if not shares_experts(config):
         return
     for is_asked, option in (
         (device.device != "cpu", f"device={device.device}"),
-        (device.pipeline_parallel_size > 1, "pipeline_parallel_size > 1"),
         (device.distributed_executor_backend != "mp", "distributed_executor_backend=ray"),
         (scheduling.async_scheduling, "async_scheduling"),
         (scheduling.num_scheduler_steps > 1, "num_scheduler_steps > 1"),

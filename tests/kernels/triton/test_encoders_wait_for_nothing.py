@@ -34,9 +34,9 @@ class NoCopies(TorchDispatchMode):
         kwargs = kwargs or {}
         flat = [one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else [arg])]
         found = {one.device for one in flat if isinstance(one, torch.Tensor) and one.dim()}
-        if func is torch.ops.aten._to_copy.default:
-            wanted = kwargs.get("device") or args[0].device
-            assert {wanted} == found or kwargs["non_blocking"], "a copy that waits"
+        if func.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy):
+            is_moved = kwargs.get("device", args[0].device) != args[0].device
+            assert not is_moved or kwargs.get("non_blocking"), "a copy that waits"
         else:
             assert len(found) < 2, f"{func} reads host memory and the device's"
         return func(*args, **kwargs)

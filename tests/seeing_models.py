@@ -43,7 +43,7 @@ TEMPLATE = (
 def save_seeing_model(directory: Path, kind: str) -> Path:
     save_tiny_vision_model(directory, kind)
     tokens, written = MARKS[kind]
-    first = _add_tokens(directory / "tokenizer.json", tokens)
+    first = add_tokens(directory / "tokenizer.json", tokens)
     before, image, after = range(first, first + 3)
     names = {"image_token_id": image, "image_token_index": image}
     names |= {"vision_start_token_id": before, "vision_end_token_id": after}
@@ -57,7 +57,7 @@ def save_seeing_model(directory: Path, kind: str) -> Path:
     return directory
 
 
-def _add_tokens(path: Path, tokens: tuple[str, ...]) -> int:
+def add_tokens(path: Path, tokens: tuple[str, ...]) -> int:
     """Returns the id of the first."""
     content = json.loads(path.read_text())
     first = 1 + max(token["id"] for token in content["added_tokens"])

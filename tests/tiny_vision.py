@@ -174,15 +174,28 @@ def tiny_vision_config(kind: str) -> VisionConfig:
     )
 
 
-def make_tiny_vision_model(kind: str, seed: int = 0) -> Any:
-    """A random model of transformers, with values that show each norm, bias and position."""
+def make_tiny_vision_model(
+    kind: str,
+    seed: int = 0,
+    text: dict[str, Any] = {},
+    vision: dict[str, Any] = {},
+    whole: dict[str, Any] = {},
+) -> Any:
+    """A random model of transformers, with values that show each norm, bias and position.
+
+    text, vision, whole: keys of text_config, vision_config and config.json in place of the tiny
+    ones.
+    """
     from transformers import AutoConfig, AutoModelForImageTextToText, logging
 
     logging.disable_progress_bar()
-    text = make_tiny_config(_TEXT[kind]).to_dict() | _TEXT_KEYS.get(kind, {})
-    own = _WHOLE.get(kind, {})
-    model_type = kind.removesuffix("_normed")
-    config = AutoConfig.for_model(model_type, text_config=text, vision_config=_TOWER[kind], **own)
+    text_kind = text.get("model_type", _TEXT[kind])
+    parts = {
+        "text_config": make_tiny_config(text_kind).to_dict() | _TEXT_KEYS.get(kind, {}) | text,
+        "vision_config": _TOWER[kind] | vision,
+    }
+    own = _WHOLE.get(kind, {}) | whole
+    config = AutoConfig.for_model(kind.removesuffix("_normed"), **parts, **own)
     for name in ("image_token_id", "image_token_index"):
         if getattr(config, name, None) is not None:
             setattr(config, name, IMAGE_TOKEN)
@@ -213,9 +226,9 @@ def make_tiny_vision_model(kind: str, seed: int = 0) -> Any:
     return model
 
 
-def save_tiny_vision_model(directory: str | Path, kind: str, seed: int = 0) -> Any:
-    """Writes a checkpoint and returns transformers' model."""
-    model = make_tiny_vision_model(kind, seed)
+def save_tiny_vision_model(directory: str | Path, kind: str, seed: int = 0, **parts: Any) -> Any:
+    """Writes a checkpoint and returns transformers' model. parts: see make_tiny_vision_model."""
+    model = make_tiny_vision_model(kind, seed, **parts)
     model.save_pretrained(directory)
     save_tiny_tokenizer(directory)
     return model

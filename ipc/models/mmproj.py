@@ -109,7 +109,7 @@ def vision_of_mmproj(path: Path, model: Path, hf_config: dict[str, Any]) -> Visi
         family=name,
         hidden_size=width,
         tower=_tower_keys(own, deep),
-        whole=_whole_keys(own) | {"text_config": {"rms_norm_eps": hf_config["rms_norm_eps"]}},
+        whole=_whole_keys(own) | {"text_config": hf_config},
         processor=_processor_keys(own, name),
         image_token_id=_placeholder(text, name),
         unit=1,

@@ -105,11 +105,13 @@ def vision_of_mmproj(path: Path, model: Path, hf_config: dict[str, Any]) -> Visi
     deep = [i for i, is_deep in enumerate(own.get("is_deepstack_layers", [])) if is_deep]
     sections = text.metadata.get(f"{text.metadata['general.architecture']}.rope.dimension_sections")
     section = tuple(sections[:3]) if isinstance(sections, list) else family.mrope_section
+    # those of LFM2 have norm_eps
+    of_text = {key: hf_config[key] for key in ("rms_norm_eps",) if key in hf_config}
     vision = VisionConfig(
         family=name,
         hidden_size=width,
         tower=_tower_keys(own, deep),
-        whole=_whole_keys(own) | {"text_config": hf_config},
+        whole=_whole_keys(own) | {"text_config": of_text},
         processor=_processor_keys(own, name),
         image_token_id=_placeholder(text, name),
         unit=1,

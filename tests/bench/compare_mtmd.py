@@ -1,5 +1,5 @@
-"""Greedy tokens of Quire and of llama.cpp's llama-server for prompts with an image, from the same two
-GGUF files of tiny random models.
+"""Greedy tokens of Quire and of llama.cpp's llama-server for prompts with an image, from the same
+two GGUF files of tiny random models.
 
     python tests/bench/compare_mtmd.py --llama-bin DIRECTORY --llama-cpp SOURCES [--kinds KIND …]
     [--models DIRECTORY]
@@ -7,8 +7,8 @@ GGUF files of tiny random models.
 Every kind of tests/bench/seeing_gguf.py is made once in --models and kept there. Both engines
 compute in fp32. A row has the kind, the image's width and height, the tokens of each engine's
 prompt, how many of the written tokens are equal before the first that is not, and the largest
-difference of their log-probabilities. The last column is what transformers' rows say where the
-encoder alone is asked: see `rows`.
+difference of their log-probabilities. Where llama.cpp gives an image other sides than transformers,
+or pads it, the tokens differ.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Writes a random model that reads images, as a checkpoint and as a GGUF file beside an mmproj file,
-by the converter of llama.cpp's sources.
+"""Writes a random model that reads images, as a checkpoint and as a GGUF file beside an mmproj
+file, by the converter of llama.cpp's sources.
 
     python tests/bench/seeing_gguf.py KIND DIRECTORY --llama-cpp SOURCES [--type f32]
 
@@ -17,11 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors.torch import load_file, save_file
 from quire.ipc.json_files import read_json
 from quire.tests.seeing_models import TEMPLATE, add_tokens
 from quire.tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE
 from quire.tests.tiny_vision import save_tiny_vision_model
+from safetensors.torch import load_file, save_file
 
 _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 _CLIP = {
@@ -141,7 +141,8 @@ KINDS = {
         },
     ),
 }
-# model_type of vision_config -> parts of names that published files have, and the converter expects
+# model_type of vision_config -> parts of names, and what published files, which the converter
+# expects, have in their place
 _SIGLIP = {"vision_tower.": "vision_tower.vision_model."}
 _PUBLISHED_NAMES = {
     "siglip_vision_model": _SIGLIP,
@@ -152,7 +153,8 @@ _PUBLISHED_NAMES = {
     },
 }
 # Any vocabulary is one of GPT-2's kind, and the mark at the end of a row of Pixtral's images, which
-# llama.cpp reads from the mmproj file, is not left out with the text model. SOURCES, then the converter's arguments.
+# llama.cpp reads from the mmproj file, is not left out with the text model. Arguments: SOURCES,
+# then the converter's.
 _CONVERT = """
 import sys
 sources = sys.argv.pop(1)

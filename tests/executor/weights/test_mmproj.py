@@ -8,9 +8,15 @@ import torch
 from quire.executor.worker import Worker
 from quire.frontend.engine_args import EngineArgs
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
+from quire.ipc.models.mmproj import vision_of_mmproj
 from quire.tests import gguf_checkpoints
 from quire.tests.tiny_models import save_tiny_model
-from quire.tests.tiny_vision import make_images, save_tiny_vision_model
+from quire.tests.tiny_vision import (
+    HIDDEN,
+    make_images,
+    make_tiny_vision_model,
+    save_tiny_vision_model,
+)
 
 _LAYERS = {
     r"layer_norm1|norm1|attention_norm": "ln1",
@@ -142,6 +148,13 @@ def test_blocks_of_a_file_stay_blocks(text, tmp_path):
         path.unlink()
     wanted = load(tmp_path / "saved").model.encoder.encode(images)
     assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
+def test_a_text_model_without_rms_norm_eps_reads_images(text, tmp_path):
+    path = tmp_path / "encoder.gguf"
+    write_mmproj(path, "gemma3", make_tiny_vision_model("gemma3"))
+    config = {"model_type": "lfm2", "hidden_size": HIDDEN, "norm_eps": 1e-5}
+    assert vision_of_mmproj(path, text, config).hidden_size == HIDDEN
 
 
 def test_files_that_do_not_fit_are_refused(text, tmp_path):

@@ -35,6 +35,7 @@ from ..ipc.models.rope_config import INDEX_TOPK, model_context
 from ..ipc.own_files import user_cache
 from .arguments import vllm_arguments
 from .arguments.speculation import check_speculation, resolve_speculation
+from .model_info.choose_device import choose_device
 from .model_info.cpu import prefers_bfloat16
 from .model_info.gguf_names import find_file
 from .model_info.model_files import NO_GENERATION_CONFIG, find_model_directory, read_hf_config
@@ -135,7 +136,11 @@ class EngineArgs(EngineArguments):  # type: ignore[misc]
         """
         config = self.tree()
         check_speculation(config)
-        device_config = _resolve_device(config.device_config)
+        device_config = config.device_config
+        if device_config.device == "auto":
+            on_gpu = EngineArgs(**{**vars(self), "device": "cuda"})
+            device = choose_device(config, on_gpu.create_engine_config)
+            device_config = replace(device_config, device=device)
         model_config = _resolve_model(config, device_config)
         resolved = replace(
             config,
@@ -289,10 +294,6 @@ def _resolve_load(load_config: Any) -> Any:
         load_format="safetensors" if load_config.load_format == "auto" else load_config.load_format,
         packed_weights_cache=directory,
     )
-
-
-def _resolve_device(device_config: Any) -> Any:
-    return replace(device_config, device="cpu") if device_config.device == "auto" else device_config
 
 
 def _resolve_model(config: EngineConfig, device_config: Any) -> Any:

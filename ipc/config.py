@@ -349,7 +349,10 @@ class MultiModalConfig(Section, frozen=True, kw_only=True):
 
 
 class DeviceSettings(Section, frozen=True, kw_only=True):
-    device: Annotated[Literal["auto", "cpu", "cuda"], "Where the model runs."] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        "Where the model runs. auto: on a GPU that has room for it, otherwise on the CPU.",
+    ] = "auto"
     num_threads: Annotated[
         PositiveInt | None,
         "Threads of each rank of the model. Default: OMP_NUM_THREADS, or the cores the process "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 from quire.frontend.engine_args import EngineArgs
@@ -21,7 +22,7 @@ def engine_device() -> str:
 def use_device(name: str) -> None:
     """Makes `name` the device of engines whose test names none."""
     os.environ[_VARIABLE] = name
-    if name != "cpu":
+    if name != "cpu" or Path("/dev/nvidiactl").exists():  # where "auto" may mean the GPU
         EngineArgs.create_engine_config = _with_device(EngineArgs.create_engine_config)
 
 
@@ -31,7 +32,8 @@ def _with_device(create_engine_config: Any) -> Any:
         given = vars(args)
         if given["device"] == "auto":
             given = given | {"device": engine_device()}
-            if given["kv_cache_memory_bytes"] is given["num_gpu_blocks_override"] is None:
+            has_default = given["kv_cache_memory_bytes"] is given["num_gpu_blocks_override"] is None
+            if engine_device() != "cpu" and has_default:
                 given["kv_cache_memory_bytes"] = KV_CACHE_BYTES
         return create_engine_config(EngineArgs(**given))
 

@@ -25,6 +25,7 @@ settings.load_profile("quire")
 # engine does.
 import quire.executor  # noqa: E402, F401
 from quire.tests.engine_device import use_device  # noqa: E402
+from quire.tests.not_on_a_gpu import reason_for  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,6 +35,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="where engines run whose test names no device",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips on a GPU what cannot pass there, with its reason."""
+    if config.getoption("--device") == "cpu":
+        return
+    for item in items:
+        if (reason := reason_for(item.nodeid)) is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -37,7 +37,7 @@ SPECULATION = {
 
 def generate(device: str, **settings: Any) -> tuple[list[Any], dict[str, int]]:
     """Tokens and log-probabilities of all prompts, and the engine's counters."""
-    sizes = {"max_model_len": 96, "max_num_seqs": 4, "num_gpu_blocks_override": 60}
+    sizes: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "num_gpu_blocks_override": 60}
     with LLM(
         "bundled",
         engine="inproc",

@@ -8,8 +8,9 @@ From the repository; only Quire's dependencies and those of its tests have to be
     python3 tests/gpu/run.py --out DIR --device cpu            # a dry run, without a GPU
 
 `kernels` compares every operation with torch, `engine` the engine with that on a CPU, and `suite`
-runs tests of the CPU's suite whose engines are on the GPU. They share the GPU among several
-processes (--workers). `measure` is tests/bench/bench_gpu.py; racecheck runs the one-launch decode.
+and `wide` run tests of the CPU's suite whose engines are on the GPU. They share the GPU among
+several processes (--workers). `measure` is tests/bench/bench_gpu.py; racecheck runs the one-launch
+decode.
 
 A part's output goes to a file in DIR as it is printed, so a part that fails, hangs or is cut off
 keeps its output so far, and the next part runs. DIR receives at most: machine.txt, a text file for
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120  # per part
 GRACE_S = 10  # seconds for a part to end after SIGTERM
 NEEDS_NO_GPU = ("tests/gpu/test_run.py", "tests/gpu/test_bench.py")
-PARTS = ["kernels", "engine", "suite", "measure"]
+PARTS = ["kernels", "engine", "suite", "wide", "measure"]
 KERNELS = [
     f"tests/kernels/test_{name}.py"
     for name in ("parity", "state_rows", "moe", "logits", "sampling", "random_gumbel")
@@ -46,9 +47,16 @@ SUITE = [
     "tests/test_same_seed.py",
     "tests/test_feature_matrix.py",
 ]
-# a cache in int8, and the bits that native kernels promise, are of CPUs; layers in int8 and int4
-# have tests in this folder
-SUPPORTED = "not int8 and not int4 and not bits"
+WIDE = [
+    "tests/test_speculation.py",
+    "tests/test_kv_offload.py",
+    "tests/test_loras.py",
+    "tests/test_beam_search.py",
+    "tests/executor/models/fallback/test_model.py",
+    "tests/executor/models/test_draft_heads.py",
+    "tests/executor/models/test_mtp_heads.py",
+    "tests/executor/runner/speculation/test_draft_model.py",
+]
 SANITIZER = "compute-sanitizer"
 
 
@@ -74,7 +82,9 @@ def make_parts(out: Path, device: str, wanted: list[str], workers: int = 1) -> l
         "machine": ["nvidia-smi", "-q"] if is_gpu else about,
         "kernels": [*pytest, *KERNELS, "-k", "triton or cublas"],  # a CPU tests its own
         "engine": [*pytest, f"--junitxml={out / 'tests.xml'}", *ignored, "tests/gpu"],
-        "suite": [*pytest, "--device", "cuda", "-k", SUPPORTED, *SUITE],
+        # -rs prints why a test is skipped (tests/not_on_a_gpu.py)
+        "suite": [*pytest, "-rs", "--device", "cuda", *SUITE],
+        "wide": [*pytest, "-rs", "--device", "cuda", *WIDE],
         "measure": [*measure, *(["--write"] if is_gpu else dry)],
         "racecheck": [
             *sanitizer,

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from quire import LLM, SamplingParams
+from quire.ipc.errors import NotEnoughMemoryError
+from quire.tests.executor.test_fake_gpu import DRAFTS, SPECULATION, generate
 from quire.tests.tiny_models import KINDS, save_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -113,3 +115,26 @@ def test_a_cache_in_fp8(some_model) -> None:
     expected = run(some_model, device="cpu", kv_cache_dtype="fp8", kernels=slow)
     same = [mine == theirs for (mine, _), (theirs, _) in zip(eager, expected, strict=True)]
     assert sum(same) > 0.7 * len(same)
+
+
+@pytest.mark.parametrize("method", SPECULATION)
+def test_drafts_change_no_token(method: str) -> None:
+    expected, _ = generate("cpu")
+    found, counters = generate("cuda", speculative_config=SPECULATION[method] | DRAFTS)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    assert counters["num_accepted_tokens"] > 1
+
+
+def test_a_second_engine_has_what_is_free() -> None:
+    """And one for which nothing is left says so."""
+    sizes = {**ARGUMENTS, "engine": "inproc", "device": "cuda"}
+    free, total = torch.cuda.mem_get_info()
+    used = (total - free) / total
+    with LLM("bundled", gpu_memory_utilization=used + 0.1, **sizes) as first:
+        with LLM("bundled", gpu_memory_utilization=used + 0.2, **sizes) as second:
+            params = SamplingParams(temperature=0.0, max_tokens=8)
+            answers = [llm.generate("A dog", params, use_tqdm=False) for llm in (first, second)]
+            texts = [answer[0].outputs[0].text for answer in answers]
+            assert texts[0] == texts[1]
+        with pytest.raises(NotEnoughMemoryError):
+            LLM("bundled", gpu_memory_utilization=max(0.01, used - 0.05), **sizes)

@@ -5,12 +5,14 @@ output and stops no other; and its dry run.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from quire.tests.gpu import run as runner
 from quire.tests.gpu.run import Part
+from quire.tests.not_on_a_gpu import REASONS, reason_for
 
 
 def python(name: str, code: str) -> Part:
@@ -109,6 +111,21 @@ def test_on_a_gpu(tmp_path):
         parts["racecheck"][0].endswith("compute-sanitizer")
         and chosen in (Path(runner.__file__).parent / "test_attention.py").read_text()
     )
-    words = [word for name in ("kernels", "engine", "suite") for word in parts[name]]
+    words = [word for name in ("kernels", "engine", "suite", "wide") for word in parts[name]]
     paths = [word for word in words if word.startswith("tests/")]
     assert len(paths) > 10 and all((runner.ROOT / path).exists() for path in paths)
+
+
+def test_the_table_of_what_cannot_pass_on_a_gpu():
+    """Each entry names tests that exist, and the wide part is not all of them."""
+    known = "\n".join(
+        f"tests/{path.relative_to(runner.ROOT / 'tests')}::{name}[int8]"
+        for path in (runner.ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    )
+    for pattern, reason in REASONS.items():
+        assert re.search(pattern, known, re.M), pattern
+        assert reason and reason[0].islower()
+    assert reason_for("tests/executor/test_models.py::test_x[qwen2-int4]")
+    assert reason_for("tests/executor/ranks/test_rank.py::test_x")
+    assert reason_for("tests/test_kv_offload.py::test_what_is_refused[settings0]") is None

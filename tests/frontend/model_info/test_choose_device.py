@@ -27,7 +27,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, free: int, cuda: bool = True, **give
         (8 * GIB, {}, "cuda", "GiB are needed, 7.2 GiB of the GPU are free"),
         # another engine has the rest of what gpu_memory_utilization allows
         (GIB // 2, {}, "cpu", "0.0 GiB of the GPU are free"),
-        (2 * GIB, {"max_model_len": 400000, "hf_overrides": {"max_position_embeddings": 400000}})
+        (2 * GIB, {"max_model_len": 10**6, "hf_overrides": {"max_position_embeddings": 10**6}})
         + ("cpu", "GiB are needed, 1.2 GiB"),
         (8 * GIB, {"cuda": False}, "cpu", "PyTorch is built without CUDA"),
         (8 * GIB, {"tensor_parallel_size": 2}, "cpu", "several ranks"),

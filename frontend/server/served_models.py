@@ -88,6 +88,8 @@ def make_slot(
     responses: ResponseStore,
 ) -> ModelSlot:
     """Makes the slot of one of `num_models`."""
+    if model.args.device == "auto":
+        model = ServedModel(model.name, EngineArgs(**vars(model.args) | {"device": "cpu"}))
     plan = plan_beside(model.args, limit_bytes, num_models)
     args = sized(model, plan)
     engine_config = resolve(args)

@@ -67,7 +67,7 @@ def _why_not(config: EngineConfig) -> str | None:
         ("kv_cache_dtype", config.cache_config.kv_cache_dtype),
     ):
         if value in ("int8", "int4"):
-            return f"{name}={value} asks for kernels of CPUs"
+            return f"{name}={value} runs on a GPU with device=cuda alone"
     return None
 
 

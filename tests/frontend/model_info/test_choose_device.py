@@ -31,7 +31,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, free: int, cuda: bool = True, **give
         + ("cpu", "GiB are needed, 1.2 GiB"),
         (8 * GIB, {"cuda": False}, "cpu", "PyTorch is built without CUDA"),
         (8 * GIB, {"tensor_parallel_size": 2}, "cpu", "several ranks"),
-        (8 * GIB, {"quantization": "int8"}, "cpu", "quantization=int8 asks for kernels of CPUs"),
+        (8 * GIB, {"quantization": "int8"}, "cpu", "quantization=int8 runs on a GPU with"),
         (8 * GIB, {"device": "cpu"}, "cpu", ""),
     ],
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 CPU_KERNELS = "is about kernels of CPUs, their programs or the memory of the host"
-NO_KERNEL = "sums as kernels of CPUs do; of experts and of the cache a GPU has no int8 or int4"
+NO_KERNEL = "int8 and int4 layers have tests in tests/gpu; of experts and the cache none are there"
 CPU_BITS = "promises bits that only kernels of CPUs have"
 MEMORY = "counts pages of the host's memory, where a GPU's weights and cache are not"
 SEVERAL = "needs several GPUs"

@@ -58,6 +58,22 @@ def draft_config(config: EngineConfig) -> ModelConfig | None:
     return None if wanted is None else wanted.draft_model_config
 
 
+def use_taps(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    builder: ModelBuilder,
+    model: Model,
+    report: Report,
+) -> None:
+    """In a stage before the last one, where a head drafts: makes the passes of `model` show the
+    head what it reads of their layers. Raises as Draft does.
+    """
+    method = resolved(config.scheduler_config.speculative_config).method
+    if method in ("eagle3", "mtp"):
+        config = msgspec.structs.replace(config, model_config=model_config)
+        model.use_taps(HeadBuilder(config, method, builder, model).build_taps(report))
+
+
 class Draft:
     """A model that drafts, or heads. The constructor builds it without a cache. `builder` has built
     `model`, which verifies and whose layers have the kv_cache_windows (see Executor). What drafts
@@ -97,6 +113,7 @@ class Draft:
         )
         self._num_groups = len(kv_cache_windows)
         self._state, self._device, self._capture = state, builder.device, capture
+        self._group = builder.group
         max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
         most_held = resolved(scheduler_config.speculative_config).num_speculative_tokens + 1
         kv_cache = builder.kv_cache_dtype, builder.device
@@ -175,6 +192,8 @@ class Draft:
 
     def _record(self) -> None:
         """Records the programs or graphs, which hold the addresses of weights and cache."""
+        if self._heads() and not self._group.can_record:
+            return  # heads compute with the model's embedding and head, operation by operation
         self.drafter = self._make_drafter([self._make_forward(built) for built in self._built])
 
     def _make_forward(self, built: Model) -> Forward | None:
@@ -182,7 +201,7 @@ class Draft:
         ops, groups = self._builder.ops, self._num_groups
         if self._device.type == "cpu":
             limits = Limits(self._rows, max_num_seqs, max_num_seqs)
-            return record_step(built, ops, limits, groups)
+            return record_step(built, ops, limits, groups, self._group.all_agree)
         if self._capture is None or isinstance(built, DraftHead):
             return None
         longest = resolved(self._config.model_config.max_model_len)

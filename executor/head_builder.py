@@ -23,7 +23,7 @@ from ..ipc.models.quantization_config import parse_quantization
 from .model import Model
 from .model_builder import ModelBuilder, select_operations
 from .models.decoder import BlocksOfRow, Decoder, make_layer
-from .models.draft_heads import DraftHead, Eagle3Head, MTPHead
+from .models.draft_heads import DraftHead, Eagle3Head, Eagle3Taps, MTPHead
 from .models.layers import LayerFactory
 from .weights.draft_heads import HeadWeights, fill_eagle3, load_mtp, read_known_tokens
 
@@ -43,6 +43,7 @@ class HeadBuilder:
             raise InvalidParameterError(
                 OPTION, f"method {method} needs an architecture that Quire has a page for"
             )
+        self._layer_range = model.layer_range  # of this stage
         self._row = row = builder.kind.row
         reason = why_no_head(row, target) if method == "mtp" else scaled_outputs(target)
         if reason:
@@ -71,14 +72,33 @@ class HeadBuilder:
         """Returns the heads of a chain, which share nothing yet. Raises ModelLoadError,
         InvalidParameterError.
         """
-        builder = self._builder
-        quantization = self._config.model_config.quantization
-        make = LayerFactory(self.ops, builder.dtype, builder.device, quantization)
+        make = self._make_layers()
         own = self._build_eagle3 if self._method == "eagle3" else self._build_mtp
         heads = own(make, report)
         report("load the head", 1.0)
         self.weights_bytes = make.weights_bytes
         return heads
+
+    def build_taps(self, report: Callable[[str, float], None]) -> Eagle3Taps | None:
+        """What a head of EAGLE-3 in the last stage reads of the layers of this one; None of another
+        head.
+        """
+        if self._method != "eagle3":
+            return None
+        model_config, layers = self._config.model_config, self._tap_layers()
+        weights, make = HeadWeights(Path(model_config.model)), self._make_layers()
+        num_rows, size = head_rows(self._config.scheduler_config, 1), self.shape.hidden_size
+        taps = Eagle3Taps(make, self.shape, self._in_stage(layers), num_rows)
+        fill_eagle3(taps.weights(), size, layers, weights, None, make.fill)
+        report("load the head", 1.0)
+        return taps
+
+    def _make_layers(self) -> LayerFactory:
+        builder, quantization = self._builder, self._config.model_config.quantization
+        return LayerFactory(self.ops, builder.dtype, builder.device, quantization)
+
+    def _in_stage(self, layers: list[int]) -> list[int]:
+        return [layer for layer in layers if layer in self._layer_range]
 
     def _build_eagle3(
         self, make: LayerFactory, report: Callable[[str, float], None]
@@ -90,7 +110,7 @@ class HeadBuilder:
         known = None if tokens is None else tokens.sort().values.int()
         layers, size = self._tap_layers(), self.shape.hidden_size
         sizes = head_rows(self._config.scheduler_config, 1), resolved(model_config.max_model_len)
-        head = Eagle3Head(make, self.shape, layers, *sizes, bias, known)
+        head = Eagle3Head(make, self.shape, self._in_stage(layers), *sizes, bias, known)
         fill_eagle3(head.weights(), size, layers, weights, tokens, make.fill)
         return [head]
 

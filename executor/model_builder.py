@@ -191,6 +191,7 @@ class ModelBuilder:
             self.expert_group,
             self.config.lora_config,
             self._make_images(),
+            has_draft_head=self._has_draft_head,
         )
         if self.config.lora_config.enable_lora and not self.shape.has_lm_head:
             problem = "takes no LoRA adapters: it does not generate text"
@@ -227,6 +228,11 @@ class ModelBuilder:
         if make.adapter_rows is not None and model.IS_FALLBACK:
             model.use_adapters(make.adapter_rows, explored_modules(model))
         return model
+
+    @property
+    def _has_draft_head(self) -> bool:
+        wanted = self.config.scheduler_config.speculative_config
+        return wanted is not None and wanted.method in ("mtp", "eagle3")
 
     def _make_images(self) -> ImageReader | None:
         """The table of encoded images, which each rank has and fills. None: the model reads no

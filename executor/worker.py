@@ -37,7 +37,7 @@ from ..kernels.cpu.native.weights import early_memory
 from ..kernels.registry import OpTable
 from . import device as devices
 from .device import CopyToHost, SecondStream
-from .draft import Draft, draft_config
+from .draft import Draft, draft_config, use_taps
 from .groups.expert_group import make_expert_group
 from .groups.tensor_group import ALONE, TensorGroup
 from .input_batch import InputBatch
@@ -61,13 +61,20 @@ from .runner.cuda_graphs import Capture, CudaCapture, GraphedStep
 from .runner.image_table import ImageTable
 from .runner.launched_steps import HostStep, PendingStep
 from .runner.model_runner import ModelRunner
-from .runner.speculation.draft_depth import DraftDepth, cpu_clock, gpu_clock
+from .runner.speculation.draft_depth import DraftDepth
 from .runner.speculation.drafters import LookupDrafter
+from .runner.speculation.pass_costs import (
+    PassTimes,
+    cpu_clock,
+    gpu_clock,
+    max_num_logits,
+    measure_passes,
+)
+from .runner.speculation.staged import KeptDrafts
 from .runner.speculation.verification import (
+    make_depth,
     make_lookup,
     make_speculation,
-    max_num_logits,
-    measure_depth,
 )
 from .runner.stage_step import PendingTokens
 from .runner.state_table import StateTable
@@ -174,14 +181,19 @@ class Worker:
             self._dense = load_dense(model_config.pooling.dense, self._directory)
         self._use_model(model)
         self._draft = self._make_draft(report)
-        self._lookup = make_lookup(self.config.scheduler_config, self.state.batch)
+        if self.group.stages.is_last:
+            self._lookup = make_lookup(self.config.scheduler_config, self.state.batch)
         self._assemble()
         if (launched := self.runner.launched) is not None:
             launched.launcher.warm_up()
 
     def _make_draft(self, report: Callable[[str, float], None]) -> Draft | None:
-        """The model or head that drafts, if there is one."""
-        if (model_config := draft_config(self.config)) is None:
+        """The model or head that drafts, if there is one; in the last stage, where tokens are."""
+        model_config = draft_config(self.config)
+        if model_config is None:
+            return None
+        if not self.group.stages.is_last:
+            use_taps(self.config, model_config, self._builder, self.model, report)
             return None
         tables = self.state, self.kv_cache_windows
         capture = None if self.config.device_config.enforce_eager else CudaCapture
@@ -205,10 +217,13 @@ class Worker:
         images, vision = None, self.config.model_config.vision
         if vision is not None:
             images = ImageTable(bool(vision.mrope_section), vision.sees_whole_images)
-        pending = None if self.group.stages.is_last else PendingTokens(batch)
-        state = RunnerState(
-            batch, self.device, grammars, pending=pending, states=states, images=images
-        )
+        kept = None
+        if self.group.stages.count > 1 and scheduler_config.speculative_config is not None:
+            num_tokens = resolved(scheduler_config.max_num_batched_tokens)
+            kept = KeptDrafts(batch, num_tokens, max_num_logits(scheduler_config))
+        pending = None if self.group.stages.is_last else PendingTokens(batch, kept=kept)
+        tables = {"pending": pending, "states": states, "images": images, "kept": kept}
+        state = RunnerState(batch, self.device, grammars, **tables)
         copy_to_host = self._copy_to_host()
         return state if copy_to_host is None else on_device(state, ops, copy_to_host)
 
@@ -397,35 +412,24 @@ class Worker:
         # the first call of an operation may set things up, which must not delay a request; and a
         # broken operation fails here
         self.runner.execute_dummy_batch()
-        if self._depth is None:  # otherwise it has slept, and its costs are known
-            self._depth = self._measure_depth()
-            self._assemble()
+        # otherwise it has slept, and its costs are known, or all ranks measure together
+        if self._depth is None and self.group.num_ranks == 1:
+            if (times := self._measure_passes()) is not None:
+                self.use_pass_times(*times)
 
-    def _measure_depth(self) -> DraftDepth | None:
-        """How many drafts are worth their cost; None of an engine that doesn't ask."""
-        draft = self._draft
-
-        def run_pass(num_tokens: int) -> None:
-            self.runner.execute_dummy_batch(num_tokens, num_tokens)
-            devices.synchronize(self.device)
+    def _measure_passes(self) -> PassTimes | None:
+        """What passes cost; None of an engine that doesn't ask."""
 
         def verify(num_tokens: int) -> None:
             # rows without logits: no graph has such a pass, and none that verifies
-            self.runner.execute_dummy_batch(num_tokens, max(1, num_tokens - 1))
-            devices.synchronize(self.device)
-
-        def run_draft_pass(num_tokens: int) -> None:
-            assert draft is not None
-            draft.run_pass(num_tokens)
-            devices.synchronize(self.device)
+            self.run_pass(num_tokens, max(1, num_tokens - 1))
 
         is_on_cpu = self.device.type == "cpu"
-        return measure_depth(
+        return measure_passes(
             self.config.scheduler_config,
-            self.state.batch,
-            run_pass,
+            lambda num_tokens: self.run_pass(num_tokens, num_tokens),
+            self.run_draft_pass,
             cpu_clock(self.num_threads) if is_on_cpu else gpu_clock,
-            None if draft is None else run_draft_pass,
             None if is_on_cpu else verify,
         )
 
@@ -535,6 +539,23 @@ class Worker:
         # a token has a part of a block in each group
         num_groups, block_size = len(self.kv_cache_windows), self.config.cache_config.block_size
         return swap_s, swap_s_per_block * num_groups / block_size
+
+    def use_pass_times(
+        self,
+        model: dict[int, float],
+        draft: dict[int, float] | None,
+        verify: dict[int, float] | None = None,
+    ) -> None:
+        """Takes what passes cost (PassTimes), from which an engine that drafts chooses how far."""
+        times = PassTimes(model, draft, verify)
+        self._depth = make_depth(self.config.scheduler_config, self.state.batch, times)
+        self._assemble()
+
+    def run_draft_pass(self, num_tokens: int) -> None:
+        """Runs a pass without effects of the model or head that drafts, if this rank has one."""
+        if self._draft is not None:
+            self._draft.run_pass(num_tokens)
+            devices.synchronize(self.device)
 
     def run_pass(self, num_tokens: int = 1, num_logits: int = 1) -> None:
         """Runs a pass without effects, as execute_dummy_batch does, and waits for its end."""
@@ -650,12 +671,26 @@ class Worker:
             failed.set_exception(error)
             return failed
 
-    def append_sampled(self, num_sampled: list[int], token_ids: list[int]) -> None:
-        """Takes the tokens of the oldest step that has none, as in ModelRunnerOutput. Only a stage
-        before the last one is called so, ahead of a step that needs these tokens.
+    def append_sampled(
+        self,
+        num_sampled: list[int],
+        token_ids: list[int],
+        num_drafts: list[int],
+        draft_ids: list[int],
+    ) -> None:
+        """Takes the tokens of the oldest step that has none, as in ModelRunnerOutput, and what the
+        last stage drafted after them. Only a stage before the last one is called so, ahead of a
+        step that needs these tokens.
         """
         assert self.state.pending is not None
-        self.state.pending.append(num_sampled, token_ids)
+        self.state.pending.append(num_sampled, token_ids, num_drafts, draft_ids)
+
+    def drafts_of(self, slots: list[int]) -> tuple[list[int], list[int]]:
+        """What the last of several stages has drafted for the next step of these slots: how many
+        drafts each has, and all of them.
+        """
+        kept = self.state.kept
+        return ([], []) if kept is None else kept.columns(slots)
 
     def execute_dummy_batch(self) -> None:
         """Runs a forward pass without effects, to warm up."""

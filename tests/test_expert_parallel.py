@@ -117,6 +117,23 @@ def test_the_bits_of_one_engine_in_bursts(one_engine, engines) -> None:
         assert engines.run(burst(engines.llm, wanted, rng)) == expected_of(one_engine, wanted)
 
 
+@pytest.mark.slow
+def test_drafts_and_requests_that_are_swapped_out(one_engine, model) -> None:
+    """Each engine drafts for its own requests; a pass that verifies drafts is one of both."""
+    drafts = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
+    few = dict(num_gpu_blocks_override=20, preemption_mode="swap", speculative_config=drafts)
+    engines = Engines(model, **few)
+    try:
+        wanted = workload(70, 16, max_tokens=60)
+        found = engines.run(burst(engines.llm, wanted, random.Random(5)))
+        metrics = engines.run(engines.llm.client.call_each_async("get_metrics"))
+    finally:
+        engines.close()
+    assert found == expected_of(one_engine, wanted)
+    assert all(one["num_draft_tokens"] for one in metrics)
+    assert any(one["num_blocks_swapped_in"] for one in metrics)
+
+
 def test_an_engine_without_requests_takes_part(one_engine, engines) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, seed=0)
     wanted = {"alone": ([9, 8, 7], params)}

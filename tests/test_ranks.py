@@ -20,6 +20,12 @@ ARGUMENTS = {
     "kv_cache_memory_bytes": 2**24,
     "max_num_seqs": 16,  # two stages have two steps in flight, of eight requests
 }
+# requests that draft are swapped out and in
+FEW = {
+    "speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False},
+    "preemption_mode": "swap",
+    "num_gpu_blocks_override": 60,
+}
 
 
 def ranks() -> list[psutil.Process]:
@@ -28,14 +34,19 @@ def ranks() -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_requests_continue_after_any_rank_is_killed(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("tensor_parallel_size", {}), ("pipeline_parallel_size", {}), ("pipeline_parallel_size", FEW)],
+)
+def test_requests_continue_after_any_rank_is_killed(
+    tmp_path: Path, name: str, settings: dict
+) -> None:
     model = str(save_tiny_model(tmp_path, "qwen2"))
     params = SamplingParams(max_tokens=200, temperature=0.8, seed=3, ignore_eos=True)
-    prompts = [{"prompt_token_ids": [1 + i, 2, 3]} for i in range(20)]
+    prompts = [{"prompt_token_ids": [1 + i, 2, 3] * 3} for i in range(20)]
     with LLM(model, **ARGUMENTS) as one:
         wanted = [output.outputs[0].token_ids for output in one.generate(prompts, params)]
-    with LLM(model, **{name: 2}, **ARGUMENTS) as several:
+    with LLM(model, **{name: 2}, **settings, **ARGUMENTS) as several:
         for victim in range(2):
             killed = ranks()
             assert len(killed) == 2
@@ -46,6 +57,9 @@ def test_requests_continue_after_any_rank_is_killed(tmp_path: Path, name: str) -
             assert [output.outputs[0].token_ids for output in outputs] == wanted
             assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 20
             assert not any(process.is_running() for process in killed)
+            if settings:  # requests were preempted, and drafts verified
+                metrics = several.get_metrics()
+                assert metrics["num_blocks_swapped_in"] and metrics["num_draft_tokens"]
         left = ranks()
         assert len(left) == 2
     time.sleep(0.1)

@@ -250,14 +250,16 @@ class Decoder(Model):
         """embedding_scale: the default is the config's."""
         self.config, self.names = config, names
         self.ops, self.images = make.ops, make.images
-        self.embedding_scale = config.embedding_scale
-        if embedding_scale is not None:
-            self.embedding_scale = embedding_scale
+        self.embedding_scale = (
+            config.embedding_scale if embedding_scale is None else embedding_scale
+        )
         self.dtype, self.stages = make.dtype, make.group.stages
         self.stream_size = config.hidden_size  # of a token's residual stream
         is_tied = config.has_lm_head and config.tie_word_embeddings
+        reads_table = config.tie_word_embeddings and bool(config.score_tokens)
+        reads_table |= is_tied or make.has_draft_head
         self.embed_tokens: Embedding | None = None
-        if self.stages.is_first or (self.stages.is_last and is_tied):
+        if self.stages.is_first or (self.stages.is_last and reads_table):
             head = "lm_head" if self.stages.is_last and is_tied else None
             self.embed_tokens = make.embedding(
                 names.embedding, config.vocab_size, config.hidden_size, head
@@ -285,7 +287,7 @@ class Decoder(Model):
         self.has_head = config.has_lm_head and self.stages.is_last
         self.head: PoolingHead = make_head(make, config.head)
         self.lm_head: Linear | GatheredHead | None = None
-        if config.score_tokens:
+        if config.score_tokens and self.stages.is_last:
             table = self.embed_tokens if config.tie_word_embeddings else None
             self.head = TokenScore(make, config, table)
         elif not self.has_head:
@@ -361,7 +363,7 @@ class Decoder(Model):
                 *following, norm = following
                 following = [*following, None]
             if self.taps is not None:
-                self.taps(i, residual)
+                self.taps(self.layer_range[i], residual)
             for part, before in zip(layer.blocks, following):
                 x = block = part.compute(x, positions, metadata)
                 check_block(part.block, x, residual)
@@ -398,17 +400,25 @@ class Decoder(Model):
             self.state = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def receive_stream(self, num_tokens: int) -> None:
-        """Waits for the residual stream [num_tokens, hidden_size] of the stage before."""
+        """Waits for the residual stream [num_tokens, hidden_size] of the stage before, and what its
+        taps have added up.
+        """
         if not self.stages.is_first:
             if len(self.state) < num_tokens:  # the cache is not yet sized
                 self.reserve_stream(num_tokens)
-            received = self.stages.receive(num_tokens, self.config.hidden_size, self.dtype)
-            self.state[:num_tokens].copy_(received)
+            size, taps = self.config.hidden_size, self.taps
+            received = self.stages.receive(num_tokens, size * (1 + (taps is not None)), self.dtype)
+            self.state[:num_tokens].copy_(received[:, :size])
+            if taps is not None:
+                taps.state[:num_tokens].copy_(received[:, size:])
 
     def send_stream(self, hidden: torch.Tensor) -> None:
         """Sends the residual stream to the next stage. hidden: what this stage's call returned."""
         if not self.stages.is_last:
-            self.stages.send(hidden if self.stages.is_first else self.state[: len(hidden)])
+            stream = hidden if self.stages.is_first else self.state[: len(hidden)]
+            if self.taps is not None:
+                stream = torch.cat([stream, self.taps.state[: len(stream)]], dim=1)
+            self.stages.send(stream)
 
     def _add(
         self,

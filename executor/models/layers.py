@@ -111,12 +111,16 @@ class LayerFactory:
         expert_group: ExpertGroup = ALL_EXPERTS,
         loras: LoRAConfig | None = None,
         images: ImageReader | None = None,
+        *,
+        has_draft_head: bool = False,
     ):
         """quantization: "int8" or "int4" for the weights of linear layers; the head is int8 in both
         cases. group: the ranks that have the other parts of layers. expert_group: the engines that
         have the other experts. loras: the adapters for which linear layers and embeddings have
-        room, if any. images: of a model that reads images.
+        room, if any. images: of a model that reads images. has_draft_head: a head that drafts reads
+        the embedding where the output head is.
         """
+        self.has_draft_head = has_draft_head
         self.images = images
         self.group, self.expert_group = group, expert_group
         self._loras = loras if loras is not None and loras.enable_lora else None

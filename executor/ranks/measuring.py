@@ -9,11 +9,13 @@ differs, also in how many passes it takes, and they would wait for each other.
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any, Protocol
 
 from ...ipc.config import EngineConfig
 from ...ipc.step_messages import PreemptionCosts
 from ..preemption_costs import measure_recompute
+from ..runner.speculation.pass_costs import measure_passes
 
 logger = logging.getLogger(__name__)
 
@@ -41,3 +43,21 @@ def open_swap_space(call: CallRanks, config: EngineConfig) -> tuple[int, Preempt
     costs = PreemptionCosts(recompute_s, *(max(some) for some in zip(*swap_costs, strict=True)))
     logger.info("swap space: %d blocks; %s", num_blocks, costs)
     return num_blocks, costs
+
+
+def share_pass_times(call: CallRanks, config: EngineConfig) -> None:
+    """Measures what passes of an engine that drafts cost, if it asks, and tells all ranks. The
+    caches are allocated.
+    """
+
+    def run_pass(num_tokens: int) -> None:
+        call("run_pass", num_tokens, num_tokens)
+
+    def run_draft_pass(num_tokens: int) -> None:
+        call("run_draft_pass", num_tokens)
+
+    # the time of the slowest rank; this process computes nothing
+    clock = time.perf_counter
+    times = measure_passes(config.scheduler_config, run_pass, run_draft_pass, clock)
+    if times is not None:
+        call("use_pass_times", times.model, times.draft)

@@ -68,10 +68,14 @@ class Configure(Message, tag="configure", frozen=True):
 
 
 class Sampled(Message, frozen=True):
-    """What the last stage sampled in a step: two columns of its ModelRunnerOutput."""
+    """What the last stage sampled in a step: two columns of its ModelRunnerOutput, and the drafts
+    that follow, as in StepDone.
+    """
 
     num_sampled: list[int]
     token_ids: list[int]
+    num_drafts: list[int] = []
+    draft_ids: list[int] = []
 
 
 class Step(Message, tag="step", frozen=True):
@@ -147,12 +151,22 @@ class OffloadOpened(Message, tag="opened", frozen=True):
 class StepDone(Message, tag="done", frozen=True):
     """`output` is that of the last stage's first rank; the others of this stage send what their
     output must have in common with it. `kept`: what engines that share the rank's file have
-    changed; None: nothing.
+    changed; None: nothing. Where the last stage drafts, num_drafts says how many drafts follow each
+    row, and draft_ids are these, for the next step of the same requests.
     """
 
     digest: int = 0
     output: ModelRunnerOutput | None = None
     kept: Kept | None = None
+    num_drafts: list[int] = []
+    draft_ids: list[int] = []
+
+    def sampled(self) -> Sampled:
+        """What the other stages must know of it. Only that of the last stage's first rank."""
+        assert self.output is not None
+        output = self.output
+        drafts = self.num_drafts, self.draft_ids
+        return Sampled(output.num_sampled, output.token_ids, *drafts)
 
 
 class Result(Message, tag="result", frozen=True):

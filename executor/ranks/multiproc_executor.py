@@ -29,7 +29,7 @@ from ...ipc.params import StructuredOutputsParams
 from ...ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ...ipc.trace import RanksTrace
 from .local_ranks import LocalRanks
-from .measuring import open_swap_space
+from .measuring import open_swap_space, share_pass_times
 from .messages import (
     MAX_MESSAGE_BYTES,
     Answer,
@@ -53,6 +53,7 @@ from .messages import (
 )
 from .offload import RanksOffload
 from .ring import join_frames, split_frames
+from .rounds import PendingRanks, Rounds, Then
 
 # A call that fails on one rank fails on the others too, or they wait for that rank.
 GRACE_S = 10.0
@@ -115,6 +116,10 @@ class MultiprocExecutor:
         self._first_sampling = size - device.tensor_parallel_size  # in the last stage
         # steps and moves of blocks, the oldest first
         self._running: deque[PendingRanks] = deque()
+        # of an engine whose steps may have several passes, which each go round the stages
+        self._rounds: Rounds | None = None
+        if self._has_stages and config.scheduler_config.speculative_config is None:
+            self._rounds = Rounds(self._submit, self._finish_oldest)
         self._offload: RanksOffload | None = None
         self._sampled: list[Sampled] = []  # what was not sent to the ranks yet
         self._encoder = MessageEncoder(MAX_MESSAGE_BYTES)
@@ -171,6 +176,7 @@ class MultiprocExecutor:
         self.burst_weights_bytes, self.max_num_seqs = min(weights_bytes), min(max_num_seqs)
         rooms = [room for room in checkpoints if room is not None]  # a stage may keep no states
         self.num_state_checkpoints = min(rooms, default=None)
+        share_pass_times(self._call, self.config)
         return sum(sizes)
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
@@ -203,9 +209,15 @@ class MultiprocExecutor:
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> PendingRanks:
         """See Executor. Each stage begins a step as soon as it has finished the previous one."""
-        self._send(Step(scheduler_output, self._sampled))
+        if self._rounds is not None:
+            return self._rounds.submit(scheduler_output)
+        return self._submit(scheduler_output, lambda take: take())
+
+    def _submit(self, step: SchedulerOutput, then: Then) -> PendingRanks:
+        """Begins a step, or a pass of one; `then` gets what takes its output."""
+        self._send(Step(step, self._sampled))
         self._sampled = []
-        pending = PendingRanks(self._finish_oldest, self._take_output)
+        pending = PendingRanks(self._finish_oldest, lambda: then(self._take_output))
         self._running.append(pending)
         return pending
 
@@ -247,7 +259,7 @@ class MultiprocExecutor:
         output = done[0].output
         assert output is not None
         if self._has_stages:
-            self._sampled.append(Sampled(output.num_sampled, output.token_ids))
+            self._sampled.append(done[0].sampled())
         return output
 
     def check_grammar(
@@ -451,21 +463,6 @@ class MultiprocExecutor:
             future.set_result("|".join(values[rank] for rank in range(self.size)))
         else:
             future.set_exception(unpack_exception(reply.failure, RuntimeError))
-
-
-class PendingRanks:
-    """A step that all ranks run, or blocks that they move."""
-
-    def __init__(self, finish_oldest: Callable[[], None], take: Callable[[], Any]):
-        """take: waits for the replies, and returns the result."""
-        self._finish_oldest, self.take = finish_oldest, take
-        self.output: Future[Any] = Future()
-
-    def result(self) -> ModelRunnerOutput:
-        """Waits for this step and those before it."""
-        while not self.output.done():
-            self._finish_oldest()
-        return self.output.result()
 
 
 def _report_nothing(stage: str, fraction: float) -> None:

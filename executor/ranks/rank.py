@@ -119,7 +119,7 @@ class Rank:
     # the methods of Worker that a Call may name
     CALLS = frozenset(
         {"determine_num_blocks", "initialize_kv_cache", "execute_dummy_batch", "collective_rpc"}
-        | {"plan_swap_space", "open_swap_space", "run_pass"}
+        | {"plan_swap_space", "open_swap_space", "run_pass", "run_draft_pass", "use_pass_times"}
         | {"start_trace", "check_health", "remove_lora", "list_loras"}
         | {"join_engines", "meet_engines", "join_pass"}
     )
@@ -206,11 +206,13 @@ def run_step(worker: Worker, step: Step) -> StepDone:
     group = worker.group
     if not group.stages.is_last:
         for one in step.sampled:
-            worker.append_sampled(one.num_sampled, one.token_ids)
+            worker.append_sampled(one.num_sampled, one.token_ids, one.num_drafts, one.draft_ids)
         worker.execute_model(step.output)
         return StepDone(kept=_changed(worker))
     output = worker.execute_model(step.output)
-    return StepDone(digest_of(output), output if group.rank == 0 else None, _changed(worker))
+    drafts = worker.drafts_of(step.output.slots)
+    sent = output if group.rank == 0 else None
+    return StepDone(digest_of(output, drafts), sent, _changed(worker), *drafts)
 
 
 def open_offload(worker: Worker) -> OffloadOpened:
@@ -246,9 +248,13 @@ def _changed(worker: Worker) -> Kept | None:
     return Kept(added, removed, worker.offload.num_corrupt) if added or removed else None
 
 
-def digest_of(output: ModelRunnerOutput) -> int:
-    """A checksum of what is the same on all ranks if they have the same logits."""
-    decided = output.num_sampled, output.token_ids, sorted(output.errors), output.num_ahead
+def digest_of(output: ModelRunnerOutput, drafts: tuple[list[int], list[int]] = ([], [])) -> int:
+    """A checksum of what is the same on all ranks if they have the same logits. drafts: columns of
+    StepDone.
+    """
+    pooled = [(one.slot, bytes(one.values.data)) for one in output.pooled]
+    of_rows = output.num_sampled, output.token_ids, sorted(output.errors), output.num_ahead
+    decided = *of_rows, drafts, pooled
     return zlib.crc32(msgspec.msgpack.encode(decided))
 
 

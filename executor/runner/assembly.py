@@ -8,6 +8,7 @@ Must not know: how memory is allocated, files, what a request asks for.
                       SpeculativeStep ▶ LookAhead ▶ PlainStep ▶ Forward, where the engine drafts
     stage before the  StageStep ▶ PlainStep ▶ Forward
     last one
+    last stage        LastStageStep ▶ PlainStep ▶ Forward, where the engine drafts
 
 A Forward is a native program, CUDA graphs, or the model's code operation by operation.
 """
@@ -46,7 +47,8 @@ from .look_ahead import LookAhead
 from .model_runner import ModelRunner
 from .plain_step import PlainStep, StepRunner
 from .special_rows import SpecialRows
-from .speculation.speculative_step import ObservedStep, SpeculativeStep
+from .speculation.speculative_step import ObservedStep, SpeculativeStep, VerifyingPass
+from .speculation.staged import KeptDrafts, LastStageStep
 from .speculation.verification import Speculation
 from .stage_step import PendingTokens, StageStep
 from .state_table import StateTable
@@ -60,7 +62,8 @@ class RunnerState:
     """What outlives a ModelRunner: the tables of requests and what belongs to their slots.
 
     tables and copy_to_host: of a device that steps are launched on. pending: of a stage before the
-    last one. states: of a model that keeps any. images: of a model that reads any.
+    last one. states: of a model that keeps any. images: of a model that reads any. kept: of an
+    engine that drafts and has stages.
     """
 
     batch: InputBatch
@@ -71,6 +74,7 @@ class RunnerState:
     pending: PendingTokens | None = None
     states: StateTable | None = None
     images: ImageTable | None = None
+    kept: KeptDrafts | None = None
 
 
 def on_device(state: RunnerState, ops: OpTable, copy_to_host: CopyToHost) -> RunnerState:
@@ -78,7 +82,7 @@ def on_device(state: RunnerState, ops: OpTable, copy_to_host: CopyToHost) -> Run
     `copy_to_host`.
     """
     tables = DeviceTables(state.batch, ops, state.device)
-    pending = None if state.pending is None else PendingTokens(state.batch, tables)
+    pending = None if state.pending is None else PendingTokens(state.batch, tables, state.kept)
     return replace(state, tables=tables, copy_to_host=copy_to_host, pending=pending)
 
 
@@ -122,9 +126,10 @@ def assemble(
         if speculation is None:
             steps = _plain(parts, bursts, apply)
         else:
-            steps = _speculative(parts, bursts, apply, speculation, model.taps)
+            steps = _speculative(parts, bursts, apply, speculation, model.taps, state.kept)
     if state.pending is not None:
-        steps = steps._replace(step=StageStep(steps.plain, state.pending))
+        placed = _unchanged if state.kept is None else state.kept.placed
+        steps = steps._replace(step=StageStep(steps.plain, state.pending, placed))
     return ModelRunner(
         model=model,
         ops=ops,
@@ -143,9 +148,8 @@ def assemble(
 
 def _around(forward: Forward, model: Model, is_divided: bool) -> Forward:
     """The passes of a model with taps, or of a stage."""
-    if model.taps is not None:
-        forward = TappedForward(model.taps, forward)
-    return StagedForward(model, forward) if is_divided else forward
+    forward = StagedForward(model, forward) if is_divided else forward
+    return forward if model.taps is None else TappedForward(model.taps, forward)
 
 
 def _reads_all(batch: InputBatch) -> bool:
@@ -178,10 +182,17 @@ def _speculative(
     apply: Apply,
     speculation: Speculation,
     taps: Taps | None,
+    kept: KeptDrafts | None,
 ) -> _Steps:
+    """kept: of the last of several stages."""
     batch, observed = parts[0], ObservedStep(*parts, speculation=speculation, taps=taps)
-    without_drafts = _with_bursts(bursts, LookAhead(batch, observed))
-    step = SpeculativeStep(batch, speculation, bursts, observed, without_drafts)
+    verify = VerifyingPass(batch, speculation, observed)
+    step: StepRunner
+    if kept is not None:
+        step = LastStageStep(batch, speculation, verify, kept)
+    else:
+        without_drafts = _with_bursts(bursts, LookAhead(batch, observed))
+        step = SpeculativeStep(batch, speculation, bursts, verify, without_drafts)
     return _Steps(observed, step, tell_drafter(speculation, apply), bursts)
 
 
@@ -221,7 +232,7 @@ def _on_device(
     """
     apply = in_turn(apply, tables.note_differences)
     if speculation is not None:
-        return _speculative(parts, None, apply, speculation, taps)
+        return _speculative(parts, None, apply, speculation, taps, state.kept)
     batch, make_inputs, run_pass, ops, _ = parts
     plain = PlainStep(*parts)
     look_ahead = LookAhead(batch, plain)
@@ -231,6 +242,10 @@ def _on_device(
     launcher = StepLauncher(batch, ops, tables, make_inputs, run_pass, state.copy_to_host)
     launched = LaunchedSteps(batch, apply, launcher, look_ahead)
     return _Steps(plain, launched, launched.apply, launched=launched)
+
+
+def _unchanged(step: SchedulerOutput) -> SchedulerOutput:
+    return step
 
 
 def no_buffers(count: int) -> None:

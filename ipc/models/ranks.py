@@ -138,19 +138,9 @@ def check_ranks(config: EngineConfig) -> None:
             f"device={config.device_config.device} and distributed_executor_backend=ray, whose "
             "ranks run on CPUs",
         ),
-        (config.scheduler_config.speculative_config is not None, "speculative_config"),
-        (config.model_config.runner == "pooling", "runner=pooling"),
     ):
         if is_asked:
             raise _refusal(config, name, f"must be 1 with {option}")
-    num_passes = config.scheduler_config.num_scheduler_steps
-    if config.device_config.pipeline_parallel_size > 1 and num_passes > 1:
-        raise _refusal(
-            config,
-            "pipeline_parallel_size",
-            f"must be 1 with num_scheduler_steps={num_passes}, since a stage learns a step's "
-            "tokens with a later step",
-        )
     _check_model(config, name)
 
 

@@ -10,12 +10,14 @@ import numpy as np
 from quire.core.engine_core import EngineCore
 from quire.frontend.engine_args import EngineArgs
 from quire.ipc.messages import EngineCoreRequest, FinishReason
+from quire.ipc.models.ranks import num_ranks
 from quire.ipc.params import PoolingParams, SamplingParams
 from quire.tests.executor.driver import to_numpy
+from quire.tests.executor.rank_threads import RankThreads
 
 
 def start_core(directory: str | Path, **arguments) -> EngineCore:
-    """Arguments of EngineArgs, with defaults for tests."""
+    """Arguments of EngineArgs, with defaults for tests. Several ranks are threads."""
     defaults = {
         "dtype": "float32",
         "num_threads": 1,
@@ -24,7 +26,9 @@ def start_core(directory: str | Path, **arguments) -> EngineCore:
         "max_model_len": 256,
     }
     args = EngineArgs(str(directory), **{**defaults, **arguments})
-    return EngineCore(args.create_engine_config(), check_every_step=True)
+    config = args.create_engine_config()
+    executor = RankThreads(config) if num_ranks(config) > 1 else None
+    return EngineCore(config, executor, check_every_step=True)
 
 
 def run(core: EngineCore, requests: dict[str, tuple[list[int], PoolingParams | SamplingParams]]):

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from quire.executor.ranks.local_ranks import fds_of, make_ends
-from quire.executor.ranks.measuring import open_swap_space
+from quire.executor.ranks.measuring import open_swap_space, share_pass_times
 from quire.executor.ranks.messages import Kept, MoveBlocks, Sampled, Step
-from quire.executor.ranks.multiproc_executor import PendingRanks
 from quire.executor.ranks.offload import RanksOffload
 from quire.executor.ranks.rank import move_blocks, open_offload, run_step
+from quire.executor.ranks.rounds import PendingRanks, Rounds, Then
 from quire.executor.ranks.shared_links import shared_group
 from quire.executor.worker import Worker
+from quire.ipc.config import EngineConfig
 from quire.ipc.lora import LoRARequest
 from quire.ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from quire.tests.executor.driver import make_config
@@ -27,17 +28,27 @@ class RankThreads:
 
     burst_weights_bytes = 0
 
-    def __init__(self, model: str | Path, size: int, num_stages: int = 1, **arguments: Any):
-        self.config = make_config(
-            model, tensor_parallel_size=size, pipeline_parallel_size=num_stages, **arguments
+    @classmethod
+    def of(cls, model: str | Path, size: int, num_stages: int = 1, **arguments: Any) -> RankThreads:
+        return cls(
+            make_config(
+                model, tensor_parallel_size=size, pipeline_parallel_size=num_stages, **arguments
+            )
         )
+
+    def __init__(self, config: EngineConfig):
+        """`config` is resolved."""
+        self.config = config
         self.max_num_seqs = self.config.scheduler_config.max_num_seqs
         all_ends = make_ends(self.config)
         self._fds = {fd for ends in all_ends for fd in fds_of(ends)}
-        self._size = size  # of a stage
+        self._size = config.device_config.tensor_parallel_size
         self._threads = [ThreadPoolExecutor(1) for _ in all_ends]
         self._sampled: list[Sampled] = []
         self._running: deque[PendingRanks] = deque()
+        self._rounds: Rounds | None = None
+        if len(all_ends) > self._size and config.scheduler_config.speculative_config is None:
+            self._rounds = Rounds(self._submit, self._finish_oldest)
         self.offload: RanksOffload | None = None
         self.ranks = [Worker(self.config, shared_group(ends)) for ends in all_ends]
         for rank in self.ranks:  # in turn: random weights come from the process's generator
@@ -47,6 +58,12 @@ class RankThreads:
         self.kv_cache_windows = self.ranks[0].kv_cache_windows
         rooms = [rank.num_state_checkpoints for rank in self.ranks]
         self.num_state_checkpoints = min((room for room in rooms if room is not None), default=None)
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """No rank dies without this process."""
+
+    def check_health(self) -> None:
+        self.on_each(lambda rank: rank.check_health())
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
         """It is loaded."""
@@ -62,7 +79,9 @@ class RankThreads:
         return min(rank.determine_num_blocks() for rank in self.ranks)
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
-        return sum(self.on_each(lambda rank: rank.initialize_kv_cache(num_blocks)))
+        num_bytes = sum(self.on_each(lambda rank: rank.initialize_kv_cache(num_blocks)))
+        share_pass_times(self.call, self.config)
+        return num_bytes
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
         return open_swap_space(self.call, self.config)
@@ -107,6 +126,11 @@ class RankThreads:
 
     def submit_model(self, output: SchedulerOutput) -> PendingRanks:
         """Begins a step. Results are asked for in the order of the steps."""
+        if self._rounds is not None:
+            return self._rounds.submit(output)
+        return self._submit(output, lambda take: take())
+
+    def _submit(self, output: SchedulerOutput, then: Then) -> PendingRanks:
         step, self._sampled = Step(output, self._sampled), []
         replies = self._begin(lambda rank: run_step(rank, step))
 
@@ -119,10 +143,10 @@ class RankThreads:
             result = done[0].output
             assert result is not None
             if len(self.ranks) > self._size:
-                self._sampled.append(Sampled(result.num_sampled, result.token_ids))
+                self._sampled.append(done[0].sampled())
             return result
 
-        return self._add(take)
+        return self._add(lambda: then(take))
 
     def _add(self, take: Callable[[], Any]) -> PendingRanks:
         self._running.append(PendingRanks(self._finish_oldest, take))

@@ -10,16 +10,13 @@ which depends on the number of its tokens.
 from __future__ import annotations
 
 import math
-import time
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ....ipc.step_messages import SchedulerOutput
 from ...input_batch import InputBatch
+from .pass_costs import PassCosts
 
-MEASURING_ROUNDS, MEASURING_BUDGET_S = 20, 0.3
-MEASURED_AT_LEAST = 4  # counts: up to 8 tokens
 # Work of the host for a pass with drafts beyond that of one without, which may share a call with
 # others. It is about this much for a few rows (ledger, 2026-11-25).
 HOST_S = 120e-6
@@ -35,63 +32,6 @@ MOST_PASSES_WITHOUT = 32
 IDLE_PASSES = 7
 # The least probability that a draft and all before it are accepted.
 LOG_THRESHOLDS = [math.log(p) for p in (0.85, 0.7, 0.5, 0.35, 0.25, 0.15, 0.08, 0.04)]
-
-
-def cpu_clock(num_threads: int) -> Callable[[], float]:
-    """Seconds of CPU time of each thread that runs the model: other programs may hold the cores."""
-    if num_threads == 1:
-        return time.thread_time
-    # one thread may have slept while the others worked
-    return lambda: time.process_time() / num_threads
-
-
-gpu_clock = time.perf_counter  # of passes that are waited for
-
-
-def measure_costs(
-    run_pass: Callable[[int], None], counts: Sequence[int], clock: Callable[[], float]
-) -> dict[int, float]:
-    """Seconds of a pass by its number of tokens: of MEASURED_AT_LEAST counts, and of those that fit
-    in the budget.
-
-    The counts take turns, each until it has had its share of the budget, and the fastest run of
-    each counts: what disturbs the machine disturbs all of them.
-    """
-    share = MEASURING_BUDGET_S / len(counts)
-    costs: dict[int, float] = {}
-    spent, wanted = dict.fromkeys(counts, 0.0), list(counts)
-    for _ in range(MEASURING_ROUNDS):
-        for count in wanted:
-            is_late = sum(spent.values()) > MEASURING_BUDGET_S
-            if is_late and len(costs) >= MEASURED_AT_LEAST:
-                return costs
-            start = clock()
-            run_pass(count)
-            seconds = clock() - start
-            costs[count] = min(costs.get(count, math.inf), seconds)
-            spent[count] += seconds
-        wanted = [count for count in wanted if spent[count] < share]
-    return costs
-
-
-class PassCosts:
-    """`costs`: seconds of a pass by its number of tokens, ascending."""
-
-    def __init__(self, costs: dict[int, float]):
-        self._tokens, seconds = list(costs), list(costs.values())
-        # fewer tokens take no longer: what says otherwise was disturbed
-        self._seconds = [min(seconds[index:]) for index in range(len(seconds))]
-
-    def __call__(self, num_tokens: int) -> float:
-        """Seconds of a pass with so many tokens: interpolated, beyond the last in proportion."""
-        tokens, seconds = self._tokens, self._seconds
-        after = bisect_left(tokens, num_tokens)
-        if after == len(tokens):
-            return seconds[-1] * num_tokens / tokens[-1]
-        if not after:
-            return seconds[0]
-        share = (num_tokens - tokens[after - 1]) / (tokens[after] - tokens[after - 1])
-        return seconds[after - 1] + share * (seconds[after] - seconds[after - 1])
 
 
 class DraftDepth:

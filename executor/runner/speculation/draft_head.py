@@ -96,7 +96,7 @@ class HeadDrafter:
     them in their first pass.
     """
 
-    sees_every_pass = True
+    sees_every_pass = uses_blocks = True
 
     def __init__(
         self, passes: list[DraftPasses], batch: InputBatch, max_model_len: int, most_held: int

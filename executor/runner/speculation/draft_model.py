@@ -32,7 +32,7 @@ class DraftModel:
     drafts nothing beyond it.
     """
 
-    sees_every_pass = False
+    sees_every_pass, uses_blocks = False, True
 
     def __init__(
         self, passes: list[DraftPasses], batch: InputBatch, max_num_tokens: int, max_model_len: int

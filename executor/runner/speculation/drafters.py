@@ -19,6 +19,8 @@ from .proposers import NOTHING, Proposer
 class Drafter(Protocol):
     # Whether it has to see every pass of the model. A drafter that does not is shown none.
     sees_every_pass: bool
+    # Whether it writes to the blocks of the slots: drafts then need places in them.
+    uses_blocks: bool
 
     def enter(self, slot: int, num_computed: int) -> None:
         """A request entered the slot. The cache has the keys and values of `num_computed` of its
@@ -38,7 +40,7 @@ class Drafter(Protocol):
 
     def draft(self, slots: Sequence[int], counts: Sequence[int], room: int) -> list[np.ndarray]:
         """At most `counts` [B] tokens that may follow those of `slots` [B], `room` of all rows
-        together. Each slot's blocks have places for its drafts.
+        together. Where it uses blocks, each slot's have places for its drafts.
         """
         ...
 
@@ -46,7 +48,7 @@ class Drafter(Protocol):
 class LookupDrafter:
     """Drafts that a proposer finds in texts, row by row."""
 
-    sees_every_pass = False
+    sees_every_pass = uses_blocks = False
 
     def __init__(self, proposer: Proposer, batch: InputBatch):
         self.proposer = proposer

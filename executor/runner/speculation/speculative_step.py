@@ -15,10 +15,10 @@ from ....ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ...input_batch import InputBatch
 from ...model import Taps
 from ..bursts import Bursts
-from ..look_ahead import merge_outputs
+from ..merged_outputs import merge_outputs
 from ..plain_step import PlainStep, StepRunner
 from ..step_inputs import StepInputs
-from .verification import Speculation, first_rows, logits_rows
+from .verification import Speculation, first_rows, logits_rows, place_drafts
 
 
 class ObservedStep(PlainStep):
@@ -40,6 +40,58 @@ class ObservedStep(PlainStep):
         self._speculation.observe(inputs, hidden if taps is None else taps.state[: len(hidden)])
 
 
+class VerifyingPass:
+    """A pass of the model over each row's last known token and its drafts."""
+
+    def __init__(self, batch: InputBatch, speculation: Speculation, one_pass: ObservedStep):
+        self._batch, self._speculation, self._pass = batch, speculation, one_pass
+
+    def without_drafts(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """A pass of rows that have no drafts."""
+        return self._pass.execute_model(step)
+
+    def drop_forbidden(self, slots: list[int], drafts: list[np.ndarray]) -> None:
+        """Drops drafts from the first one on that the row's grammar forbids."""
+        grammars = self._pass.special.grammars
+        if grammars is None or not grammars.has_any:
+            return
+        for row, (slot, draft) in enumerate(zip(slots, drafts)):
+            if len(draft):
+                drafts[row] = draft[: grammars.num_allowed(slot, draft, self._batch)]
+
+    def __call__(self, step: SchedulerOutput, drafts: list[np.ndarray]) -> ModelRunnerOutput:
+        """Computes each row's last known token and its drafts, and samples what they allow."""
+        batch, speculation, special = self._batch, self._speculation, self._pass.special
+        inputs = self._pass.make_inputs(place_drafts(batch, step, drafts))
+        special.begin(inputs)
+        hidden, *of_logits = self._pass.forward(
+            inputs.token_ids, inputs.positions, inputs.metadata, logits_rows(inputs, drafts)
+        )
+        is_plain = not (batch.prompt_logprobs_slots or batch.pooling or batch.refusals)
+        if is_plain and len(inputs.sampled_slots) and not batch.stages.are_wanted_by(step.slots):
+            result = speculation.verify_at_once(drafts, inputs, of_logits, special.sampler)
+        else:
+            result = self._verify_in_turn(inputs, drafts, hidden, of_logits)
+        self._pass.observe(inputs, hidden)
+        return result
+
+    def _verify_in_turn(
+        self,
+        inputs: StepInputs,
+        drafts: list[np.ndarray],
+        hidden: torch.Tensor,
+        of_logits: list[torch.Tensor],
+    ) -> ModelRunnerOutput:
+        """Samples position by position, as rows with logits stages need it."""
+        special = self._pass.special
+        lengths = np.array([len(drafts[i]) for i in inputs.order[inputs.sampled_rows]], np.int64)
+        first = torch.from_numpy(first_rows(lengths))
+        drafted = frozenset(inputs.sampled_slots[lengths > 0].tolist())
+        firsts = (values[first] for values in of_logits)
+        result = special.sample(inputs, hidden, *firsts, drafted=drafted)
+        return self._speculation.verify(drafts, inputs, of_logits, result, special.sampler)
+
+
 class SpeculativeStep:
     """A StepRunner: drafts for rows with lookahead tokens, and verifies them in passes of the
     model. `step`: runs steps without lookahead tokens; `bursts`: several passes in one call, where
@@ -51,11 +103,11 @@ class SpeculativeStep:
         batch: InputBatch,
         speculation: Speculation,
         bursts: Bursts | None,
-        one_pass: ObservedStep,
+        verify: VerifyingPass,
         step: StepRunner,
     ):
         self._batch, self._speculation, self._bursts = batch, speculation, bursts
-        self._pass, self._step = one_pass, step
+        self._verify, self._step = verify, step
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """See StepRunner. Takes at most num_passes passes of the model."""
@@ -96,7 +148,7 @@ class SpeculativeStep:
         """
         counts = self._speculation.choose(step)
         drafts, at_once = self._speculation.draft(step, counts)
-        self._drop_forbidden(step.slots, drafts)
+        self._verify.drop_forbidden(step.slots, drafts)
         if any(map(len, drafts)):
             return 1, self._verify(step, drafts)
         count = min(most, at_once, 1 + min(step.num_lookahead_tokens))
@@ -105,46 +157,5 @@ class SpeculativeStep:
             burst = msgspec.structs.replace(step, num_lookahead_tokens=ahead)
             if self._bursts.fits(burst):
                 return count, msgspec.structs.replace(self._bursts.run(burst), num_ahead=ahead)
-        result = self._pass.execute_model(msgspec.structs.replace(step, num_lookahead_tokens=[]))
+        result = self._verify.without_drafts(msgspec.structs.replace(step, num_lookahead_tokens=[]))
         return 1, msgspec.structs.replace(result, num_ahead=[0] * len(step.slots))
-
-    def _drop_forbidden(self, slots: list[int], drafts: list[np.ndarray]) -> None:
-        """Drops drafts from the first one on that the row's grammar forbids."""
-        grammars = self._pass.special.grammars
-        if grammars is None or not grammars.has_any:
-            return
-        for row, (slot, draft) in enumerate(zip(slots, drafts)):
-            if len(draft):
-                drafts[row] = draft[: grammars.num_allowed(slot, draft, self._batch)]
-
-    def _verify(self, step: SchedulerOutput, drafts: list[np.ndarray]) -> ModelRunnerOutput:
-        """Computes each row's last known token and its drafts, and samples what they allow."""
-        batch, speculation, special = self._batch, self._speculation, self._pass.special
-        inputs = self._pass.make_inputs(speculation.place(step, drafts))
-        special.begin(inputs)
-        hidden, *of_logits = self._pass.forward(
-            inputs.token_ids, inputs.positions, inputs.metadata, logits_rows(inputs, drafts)
-        )
-        is_plain = not (batch.prompt_logprobs_slots or batch.pooling or batch.refusals)
-        if is_plain and len(inputs.sampled_slots) and not batch.stages.are_wanted_by(step.slots):
-            result = speculation.verify_at_once(drafts, inputs, of_logits, special.sampler)
-        else:
-            result = self._verify_in_turn(inputs, drafts, hidden, of_logits)
-        self._pass.observe(inputs, hidden)
-        return result
-
-    def _verify_in_turn(
-        self,
-        inputs: StepInputs,
-        drafts: list[np.ndarray],
-        hidden: torch.Tensor,
-        of_logits: list[torch.Tensor],
-    ) -> ModelRunnerOutput:
-        """Samples position by position, as rows with logits stages need it."""
-        special = self._pass.special
-        lengths = np.array([len(drafts[i]) for i in inputs.order[inputs.sampled_rows]], np.int64)
-        first = torch.from_numpy(first_rows(lengths))
-        drafted = frozenset(inputs.sampled_slots[lengths > 0].tolist())
-        firsts = (values[first] for values in of_logits)
-        result = special.sample(inputs, hidden, *firsts, drafted=drafted)
-        return self._speculation.verify(drafts, inputs, of_logits, result, special.sampler)

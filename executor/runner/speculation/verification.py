@@ -13,9 +13,7 @@ steps, so that outputs are those of consecutive steps:
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -26,26 +24,13 @@ from ....ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ...input_batch import NO_LOGPROBS, InputBatch
 from ...sampling.logprob_arrays import join_logprobs
 from ...sampling.sampler import NOT_FINITE, Sampler
-from ..look_ahead import tokens_by_row
+from ..merged_outputs import tokens_by_row
 from ..step_inputs import StepInputs
-from .draft_depth import DraftDepth, PassCosts, measure_costs
+from .draft_depth import DraftDepth
 from .drafters import Drafter, LookupDrafter
+from .pass_costs import PassCosts, PassTimes, max_num_logits
 from .proposers import FirstOf, NgramProposer, Proposer
 from .suffix_proposer import SuffixProposer
-
-logger = logging.getLogger(__name__)
-
-# Rows of logits in one step, where max_num_seqs is less: more are not worth their cost on a CPU.
-MOST_ROWS = 64
-MEASURED_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of passes whose time is measured at start-up
-
-
-def max_num_logits(scheduler_config: SchedulerConfig) -> int:
-    """The most rows of logits of one step."""
-    rows = scheduler_config.max_num_seqs
-    if scheduler_config.speculative_config is not None:
-        rows = max(rows, MOST_ROWS)
-    return min(rows, resolved(scheduler_config.max_num_batched_tokens))
 
 
 def make_speculation(
@@ -76,59 +61,14 @@ def make_lookup(scheduler_config: SchedulerConfig, batch: InputBatch) -> LookupD
     return LookupDrafter(make_proposer(wanted), batch)
 
 
-def measure_depth(
-    scheduler_config: SchedulerConfig,
-    batch: InputBatch,
-    run_pass: Callable[[int], None],
-    clock: Callable[[], float],
-    run_draft_pass: Callable[[int], None] | None = None,
-    verify: Callable[[int], None] | None = None,
-) -> DraftDepth | None:
-    """How many drafts are worth their cost; None of an engine that doesn't ask. `run_pass` and
-    `run_draft_pass`, of the model and of the one that drafts, take a number of tokens, each with
-    logits, and return when they are computed. verify: a pass of the model as drafts are verified
-    on a GPU, where other passes are replayed from graphs, and the first of each compiles kernels;
-    None: as any other. clock: measures seconds of these passes.
-    """
-    wanted = scheduler_config.speculative_config
-    if wanted is None or not wanted.adaptive:
-        return None
-    measure = partial(_measured, wanted.method, clock, verify is not None)
-    most_rows = max_num_logits(scheduler_config)
-    counts = [count for count in MEASURED_TOKENS if count <= most_rows]
-    costs = measure("a pass", run_pass, counts)
-    draft_costs = None
-    if run_draft_pass is not None:
-        counts = [count for count in counts if count <= scheduler_config.max_num_seqs]
-        draft_costs = measure("a draft", run_draft_pass, counts)
-    verify_costs = None
-    if verify is not None:
-        counts = [count for count in MEASURED_TOKENS if 1 < count <= most_rows]
-        verify_costs = measure("a pass with drafts", verify, counts)
-    most = wanted.num_speculative_tokens
-    return DraftDepth(most, batch, costs, draft_costs, verify_costs)
-
-
-def _measured(
-    method: str,
-    clock: Callable[[], float],
-    is_compiled: bool,
-    what: str,
-    run_pass: Callable[[int], None],
-    counts: Sequence[int],
-) -> PassCosts:
-    """is_compiled: by the first run of each count, which is not measured."""
-    for count in counts if is_compiled else ():
-        run_pass(count)
-    costs = measure_costs(run_pass, counts, clock)
-    logger.info(
-        "speculation by %s: %s of %s tokens takes %s ms",
-        method,
-        what,
-        ", ".join(map(str, costs)),
-        ", ".join(f"{1000 * seconds:.2f}" for seconds in costs.values()),
-    )
-    return PassCosts(costs)
+def make_depth(
+    scheduler_config: SchedulerConfig, batch: InputBatch, times: PassTimes
+) -> DraftDepth:
+    """How many drafts are worth their cost."""
+    most = resolved(scheduler_config.speculative_config).num_speculative_tokens
+    drafting = None if times.draft is None else PassCosts(times.draft)
+    verifying = None if times.verify is None else PassCosts(times.verify)
+    return DraftDepth(most, batch, PassCosts(times.model), drafting, verifying)
 
 
 def make_proposer(wanted: SpeculativeConfig) -> Proposer:
@@ -218,20 +158,6 @@ class Speculation:
         ):
             self.drafter.observe(inputs, hidden)
 
-    def place(self, scheduler_output: SchedulerOutput, drafts: list[np.ndarray]) -> SchedulerOutput:
-        """Writes the drafts behind the known tokens; returns the step that computes them too."""
-        batch = self._batch
-        for slot, draft in zip(scheduler_output.slots, drafts):
-            start = batch.num_tokens[slot]
-            batch.token_ids[slot, start : start + len(draft)] = draft
-        counts = [
-            count + len(draft)
-            for count, draft in zip(scheduler_output.num_scheduled_tokens, drafts)
-        ]
-        return msgspec.structs.replace(
-            scheduler_output, num_scheduled_tokens=counts, num_lookahead_tokens=[]
-        )
-
     def verify_at_once(
         self,
         drafts: list[np.ndarray],
@@ -293,7 +219,7 @@ class Speculation:
     ) -> ModelRunnerOutput:
         """Samples what follows the accepted drafts.
 
-        inputs: of the step that `place` returned. of_logits: what the model returned for
+        inputs: of the step that `place_drafts` returned. of_logits: what the model returned for
         `logits_rows`. first: the output of the step whose rows' last known tokens are sampled.
         """
         batch, order, rows = self._batch, inputs.order, inputs.sampled_rows
@@ -364,6 +290,21 @@ class Speculation:
             ],
             np.int64,
         )
+
+
+def place_drafts(
+    batch: InputBatch, scheduler_output: SchedulerOutput, drafts: list[np.ndarray]
+) -> SchedulerOutput:
+    """Writes the drafts behind the known tokens; returns the step that computes them too."""
+    for slot, draft in zip(scheduler_output.slots, drafts):
+        start = batch.num_tokens[slot]
+        batch.token_ids[slot, start : start + len(draft)] = draft
+    counts = [
+        count + len(draft) for count, draft in zip(scheduler_output.num_scheduled_tokens, drafts)
+    ]
+    return msgspec.structs.replace(
+        scheduler_output, num_scheduled_tokens=counts, num_lookahead_tokens=[]
+    )
 
 
 def first_rows(num_drafts: np.ndarray) -> np.ndarray:

@@ -63,7 +63,7 @@ def check_equal(one: list[Row], other: list[Row]) -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, *MIXTURES, *HYBRIDS, *OF_MAMBA])
 def test_two_ranks_give_the_tokens_of_one(tiny, kind: str) -> None:
-    one, two = start_executor(tiny(kind)), RankThreads(tiny(kind), 2)
+    one, two = start_executor(tiny(kind)), RankThreads.of(tiny(kind), 2)
     for seed in range(3):
         check_equal(random_workload(one, seed), random_workload(two, seed))
     two.shutdown()
@@ -72,7 +72,7 @@ def test_two_ranks_give_the_tokens_of_one(tiny, kind: str) -> None:
 def test_two_ranks_have_all_streams(tiny) -> None:
     """Those of Gemma 3n, with sparse MLPs, whose largest activations are those of all ranks."""
     model = tiny("gemma3n_text")
-    one, two = start_executor(model), RankThreads(model, 2)
+    one, two = start_executor(model), RankThreads.of(model, 2)
     check_equal(random_workload(one, 0), random_workload(two, 0))
     two.shutdown()
 
@@ -90,7 +90,10 @@ def test_two_ranks_have_all_streams(tiny) -> None:
 def test_stages_give_the_tokens_of_one(tiny, kind, size, num_stages, arguments) -> None:
     model = tiny(kind, num_hidden_layers=4, **arguments)
     options = {"disable_hybrid_kv_cache_manager": True}
-    one, stages = start_executor(model, **options), RankThreads(model, size, num_stages, **options)
+    one, stages = (
+        start_executor(model, **options),
+        RankThreads.of(model, size, num_stages, **options),
+    )
     runners = [rank.runner for rank in stages.ranks]
     assert all((runner.program is not None) == (size == 1) for runner in runners)
     assert all(runner.bursts is None for runner in runners)  # they need a step's own tokens
@@ -120,7 +123,10 @@ def test_stages_give_the_tokens_of_one(tiny, kind, size, num_stages, arguments) 
 def test_stages_of_other_layers(tiny, kind: str, size: int, num_stages: int) -> None:
     model = tiny(kind, **(GEMMA4_EXPERTS if kind == "gemma4_text" else {}))
     options = {"disable_hybrid_kv_cache_manager": True}
-    one, stages = start_executor(model, **options), RankThreads(model, size, num_stages, **options)
+    one, stages = (
+        start_executor(model, **options),
+        RankThreads.of(model, size, num_stages, **options),
+    )
     layers = [len(rank.model.state_layers()) for rank in stages.ranks[::size]]
     assert sum(layers) == len(one.model.state_layers())
     for seed in range(2):
@@ -130,7 +136,7 @@ def test_stages_of_other_layers(tiny, kind: str, size: int, num_stages: int) -> 
 
 def test_stages_in_bfloat16_have_the_bits_of_one_rank(tiny) -> None:
     model, options = tiny("qwen2", num_hidden_layers=3), {"dtype": "bfloat16"}
-    one, stages = start_executor(model, **options), RankThreads(model, 1, 2, **options)
+    one, stages = start_executor(model, **options), RankThreads.of(model, 1, 2, **options)
     for seed in range(3):
         rows = zip(random_workload(one, seed), random_workload(stages, seed), strict=True)
         for mine, theirs in rows:
@@ -145,7 +151,7 @@ def test_stages_in_bfloat16_have_the_bits_of_one_rank(tiny) -> None:
 @pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("kind", ["qwen2", "mixtral"])
 def test_random_workloads(tiny, kind: str, size: int, num_stages: int) -> None:
-    one, two = start_executor(tiny(kind)), RankThreads(tiny(kind), size, num_stages)
+    one, two = start_executor(tiny(kind)), RankThreads.of(tiny(kind), size, num_stages)
     for seed in range(100, 200):
         check_equal(random_workload(one, seed), random_workload(two, seed))
     two.shutdown()
@@ -154,7 +160,7 @@ def test_random_workloads(tiny, kind: str, size: int, num_stages: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_heads_that_ranks_have_in_common(tiny, size: int) -> None:
     model = tiny("llama", num_attention_heads=4, num_key_value_heads=1)
-    one, several = start_executor(model), RankThreads(model, size)
+    one, several = start_executor(model), RankThreads.of(model, size)
     check_equal(random_workload(one, 5), random_workload(several, 5))
     assert {rank.model.layers[0].self_attn.num_kv_heads for rank in several.ranks} == {1}
     several.shutdown()
@@ -172,7 +178,7 @@ def test_heads_that_ranks_have_in_common(tiny, size: int) -> None:
 def test_heads_of_mixers_that_ranks_have_in_common(tiny, kind: str, size: int, sizes: dict) -> None:
     """Ranks have the same key head, or norm a group of features of which each has a part."""
     model = tiny(kind, **sizes)
-    one, several = start_executor(model), RankThreads(model, size)
+    one, several = start_executor(model), RankThreads.of(model, size)
     for seed in (5, 6):
         check_equal(random_workload(one, seed), random_workload(several, seed))
     several.shutdown()
@@ -180,7 +186,7 @@ def test_heads_of_mixers_that_ranks_have_in_common(tiny, kind: str, size: int, s
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "bamba"])
 def test_each_rank_has_its_part_of_a_state(tiny, kind: str) -> None:
-    one, two = start_executor(tiny(kind)), RankThreads(tiny(kind), 2)
+    one, two = start_executor(tiny(kind)), RankThreads.of(tiny(kind), 2)
 
     def sizes(layer: StateLayer) -> list[int]:
         return [part.num_bytes(4) for part in layer.state_parts]
@@ -193,7 +199,7 @@ def test_each_rank_has_its_part_of_a_state(tiny, kind: str) -> None:
 
 
 def test_each_rank_has_its_part(tiny) -> None:
-    one, two = start_executor(tiny("qwen2")), RankThreads(tiny("qwen2"), 2)
+    one, two = start_executor(tiny("qwen2")), RankThreads.of(tiny("qwen2"), 2)
     [whole] = one.collective_rpc("memory_usage")
     for rank in two.ranks:
         [part] = rank.collective_rpc("memory_usage")
@@ -218,7 +224,7 @@ def test_every_run_has_the_same_bits(tiny, arguments) -> None:
     """What is rounded differs from one rank's, but not from run to run."""
     outputs = []
     for _ in range(2):
-        two = RankThreads(tiny("llama", tie_word_embeddings=False), 2, **arguments)
+        two = RankThreads.of(tiny("llama", tie_word_embeddings=False), 2, **arguments)
         rows = [row for seed in range(2) for row in random_workload(two, seed)]
         outputs.append([(row.output, [p[1].tolist() for p in row.logprobs]) for row in rows])
         two.shutdown()
@@ -229,7 +235,7 @@ def test_dummy_weights_are_parts_of_one_ranks(tiny) -> None:
     arguments = {"load_format": "dummy"}
     one, two = (
         start_executor(tiny("qwen2"), **arguments),
-        RankThreads(tiny("qwen2"), 2, **arguments),
+        RankThreads.of(tiny("qwen2"), 2, **arguments),
     )
     check_equal(random_workload(one, 1), random_workload(two, 1))
     two.shutdown()

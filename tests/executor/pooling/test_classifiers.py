@@ -102,6 +102,45 @@ def test_a_reranker_is_made_of_two_tokens(tmp_path, tied):
     core.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("kind", "auto", "tp", "pp"),
+    [
+        ("qwen3", SEQUENCE, 1, 2),
+        ("reranker", "", 2, 2),
+        pytest.param("qwen3", TOKENS, 2, 1, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", SEQUENCE, 1, 3, marks=pytest.mark.slow),
+        pytest.param("embed", "", 2, 2, marks=pytest.mark.slow),
+        pytest.param("untied", "", 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_last_stage_pools(tmp_path, kind, auto, tp, pp):
+    """Stages change no bit, tensor ranks only the last ones of sums."""
+    task, settings = "classify", {"disable_hybrid_kv_cache_manager": True}
+    if auto:
+        directory = save_tiny_encoder(tmp_path, kind, auto, pad_token_id=0, **LABELS)
+        task = "classify" if auto == SEQUENCE else "token_classify"
+    else:
+        directory = save_tiny_model(tmp_path, "qwen3", tie_word_embeddings=kind != "untied")
+        overrides = {
+            "architectures": ["Qwen3ForSequenceClassification"],
+            "classifier_from_token": ["a", "he"],
+            "is_original_qwen3_reranker": True,
+        }
+        settings |= {"convert": "embed"} if kind == "embed" else {"hf_overrides": overrides}
+        task = "embed" if kind == "embed" else "classify"
+    parallel = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    found = []
+    for ranks in ({}, parallel):
+        core = start_core(directory, max_num_batched_tokens=64, **settings, **ranks)
+        core.scheduler.limits.least_samples = 1
+        found.append(pool(core, TEXTS, task))
+        core.shutdown()
+    for one, several in zip(*found, strict=True):
+        if tp == 1:
+            assert one.tobytes() == several.tobytes()
+        assert one.shape == several.shape and abs(one - several).max() < 1e-5
+
+
 def test_logits_are_shifted_and_scaled_before_the_activation(tmp_path):
     directory = save_tiny_encoder(tmp_path, "bert", SEQUENCE, num_labels=1)
     wanted = {"logit_mean": 0.5, "logit_sigma": 2.0}

@@ -81,7 +81,10 @@ def test_ranks_give_the_tokens_of_one(tiny, tmp_path, kind, size, num_stages) ->
     options = {"disable_hybrid_kv_cache_manager": True, **LORA}
     model = tiny(kind, **sizes)
     adapters = write_adapters(model, tmp_path)
-    one, several = start_executor(model, **options), RankThreads(model, size, num_stages, **options)
+    one, several = (
+        start_executor(model, **options),
+        RankThreads.of(model, size, num_stages, **options),
+    )
     wanted, found = run(one, adapters), run(several, adapters)
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine.output == theirs.output
@@ -92,7 +95,7 @@ def test_ranks_give_the_tokens_of_one(tiny, tmp_path, kind, size, num_stages) ->
 def test_stages_in_bfloat16_have_the_bits_of_one_rank(tiny, tmp_path) -> None:
     model, options = tiny("qwen2"), {"dtype": "bfloat16", **LORA}
     adapters = write_adapters(model, tmp_path)
-    one, stages = start_executor(model, **options), RankThreads(model, 1, 2, **options)
+    one, stages = start_executor(model, **options), RankThreads.of(model, 1, 2, **options)
     assert [numbers(row) for row in run(stages, adapters)] == [
         numbers(row) for row in run(one, adapters)
     ]

@@ -99,7 +99,7 @@ def test_one_native_call_has_the_bits_of_single_operations(tiny, kind, size, arg
     model = tiny(kind, **shape)
     arguments = dict(arguments)
     stages = arguments.pop("pipeline_parallel_size", 1)
-    one_by_one = RankThreads(model, size, stages, **arguments)
+    one_by_one = RankThreads.of(model, size, stages, **arguments)
     assert all(rank.runner.program is None for rank in one_by_one.ranks)
     parallel = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
     native = start(make_config(model, **parallel, **arguments))

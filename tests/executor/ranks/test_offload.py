@@ -47,7 +47,7 @@ def settings_of(kind: str, **settings: Any) -> dict[str, Any]:
 @contextmanager
 def threads(model: Path, size: int, num_stages: int, **settings: Any) -> Iterator[LLMEngine]:
     """An engine whose ranks are threads of this process."""
-    executor = RankThreads(model, size, num_stages, **settings)
+    executor = RankThreads.of(model, size, num_stages, **settings)
     config = executor.config
     engine = LLMEngine(config, InprocClient(config, executor=executor))
     core_of(engine).scheduler.limits.least_samples = 1
@@ -214,8 +214,8 @@ def test_random_workloads_with_ranks_that_lose_blocks(tiny, kind, size, num_stag
     model, rng = tiny(kind, **layers), random.Random(19)
     options = settings_of(kind, max_model_len=256)
     options["num_gpu_blocks_override"] = 70 if kind == WINDOWED else 33
-    large = RankThreads(model, size, num_stages, **options | LARGE)
-    small = RankThreads(model, size, num_stages, **options | dict(kv_offloading_size=0.02))
+    large = RankThreads.of(model, size, num_stages, **options | LARGE)
+    small = RankThreads.of(model, size, num_stages, **options | dict(kv_offloading_size=0.02))
     core = EngineCore(small.config, small, check_every_step=True)
     core.scheduler.limits.least_samples = 1
     with ExitStack() as stack:

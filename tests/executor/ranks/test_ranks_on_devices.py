@@ -26,7 +26,7 @@ def test_state_on_the_device(tiny, monkeypatch, size: int, num_stages: int) -> N
     one = start_executor(model, **options)
     with monkeypatch.context() as patch:
         keep_on_device(patch, LateCopies())
-        ranks = RankThreads(model, size, num_stages, num_gpu_blocks_override=20, **options)
+        ranks = RankThreads.of(model, size, num_stages, num_gpu_blocks_override=20, **options)
     for rank in ranks.ranks:
         use_forward(rank, None)
         assert rank.state.tables is not None

@@ -12,10 +12,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from quire import EngineArgs
 from quire.core.engine_core import EngineCore
+from quire.ipc.config import EngineConfig
 from quire.ipc.kv_events import KVEventsConfig
 from quire.ipc.messages import FinishReason
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
+from quire.tests.bundled_model.heads import trained
 from quire.tests.core.engine_loop import (
     Answer,
     assert_nothing_left,
@@ -27,7 +30,7 @@ from quire.tests.core.engine_loop import (
 )
 from quire.tests.core.kv_cache.test_events import cached_in
 from quire.tests.core.test_random_workloads import Job, drive, random_jobs
-from quire.tests.executor.driver import start_executor
+from quire.tests.executor.driver import start_executor, start_with
 from quire.tests.executor.rank_threads import RankThreads
 from quire.tests.kv_subscriber import Subscriber
 
@@ -73,8 +76,8 @@ def run_jobs(executor: Any, config: Any, jobs: list[Job]) -> tuple[dict[str, Ans
     ("size", "num_stages", "num_seeds", "mode"),
     [
         (1, 2, 1, "recompute"),
-        (1, 3, 1, "auto"),
-        (2, 2, 1, "swap"),
+        (1, 3, 1, "swap"),
+        (2, 2, 1, "auto"),
         pytest.param(1, 2, 100, "auto", marks=pytest.mark.slow),
         pytest.param(1, 4, 100, "recompute", marks=pytest.mark.slow),
         pytest.param(2, 1, 20, "swap", marks=pytest.mark.slow),
@@ -87,7 +90,7 @@ def test_tokens_are_those_of_one_rank(
     options = {"max_num_batched_tokens": 64, "max_num_seqs": 6}
     few = {"num_gpu_blocks_override": 20, "preemption_mode": mode}
     num_preemptions = num_swapped = 0
-    stages = RankThreads(model, size, num_stages, **few, **options)
+    stages = RankThreads.of(model, size, num_stages, **few, **options)
     one = start_executor(model, **options)
     for seed in range(num_seeds):
         jobs = jobs_of(1000 * num_stages + seed, 10)
@@ -102,6 +105,82 @@ def test_tokens_are_those_of_one_rank(
     stages.shutdown()
 
 
+def drafting(method: str, size: int, num_stages: int, **arguments: Any) -> EngineConfig:
+    """A configuration of the bundled model, whose trained heads are often right."""
+    model = "bundled" if method == "draft_model" else trained(method)
+    own = {} if method == "ngram" else {"model": model}
+    spec = {"method": method, "num_speculative_tokens": 3, "adaptive": False} | own
+    settings = {"dtype": "float32", "num_threads": 1, "max_model_len": 256} | arguments
+    parallel = {"tensor_parallel_size": size, "pipeline_parallel_size": num_stages}
+    args = EngineArgs("bundled", **settings, **parallel, speculative_config=spec)
+    return args.create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("method", "size", "num_stages"),
+    [
+        ("eagle3", 1, 3),
+        ("ngram", 2, 2),
+        pytest.param("ngram", 1, 2, marks=pytest.mark.slow),
+        pytest.param("mtp", 1, 2, marks=pytest.mark.slow),
+        pytest.param("mtp", 2, 1, marks=pytest.mark.slow),
+        pytest.param("eagle3", 2, 2, marks=pytest.mark.slow),
+        pytest.param("draft_model", 1, 2, marks=pytest.mark.slow),
+        pytest.param("draft_model", 2, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_change_no_token(method: str, size: int, num_stages: int) -> None:
+    """Each kind of rank drafts, or takes the drafts of the last stage, while requests are swapped
+    out and in.
+    """
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 6, "num_gpu_blocks_override": 20}
+    config = drafting(method, size, num_stages, preemption_mode="swap", **options)
+    scheduling = msgspec.structs.replace(config.scheduler_config, speculative_config=None)
+    device = msgspec.structs.replace(
+        config.device_config, tensor_parallel_size=1, pipeline_parallel_size=1
+    )
+    plain = msgspec.structs.replace(config, scheduler_config=scheduling, device_config=device)
+    jobs = jobs_of(4, 8)
+    for job in jobs[:3]:  # texts that repeat themselves
+        job.request.prompt_token_ids[:] = [5, 9, 12] * 10
+    one, ranks = start_with(plain), RankThreads(config)
+    wanted, _ = run_jobs(one, plain, jobs)
+    answers, core = run_jobs(ranks, config, jobs)
+    check_equal(wanted, answers)
+    metrics = core.observer.get_metrics()
+    assert metrics["num_draft_tokens"] > 0 and metrics["num_blocks_swapped_in"] > 0
+    assert metrics["num_accepted_tokens"] > 0 or method == "ngram"
+    ranks.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "num_stages", "num_seeds"),
+    [
+        ("qwen2", 1, 2, 1),
+        pytest.param("qwen3_5_text", 2, 3, 10, marks=pytest.mark.slow),
+        pytest.param("qwen2", 1, 2, 30, marks=pytest.mark.slow),
+    ],
+)
+def test_several_passes_of_a_step_go_round_the_stages(
+    tiny, kind: str, size: int, num_stages: int, num_seeds: int
+) -> None:
+    """Requests are swapped out between the passes of their step."""
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 6, "preemption_mode": "swap"}
+    num_swapped, model = 0, tiny(kind, num_hidden_layers=4)
+    stages = RankThreads.of(
+        model, size, num_stages, num_gpu_blocks_override=20, num_scheduler_steps=5, **options
+    )
+    one = start_executor(model, **options)
+    for seed in range(num_seeds):
+        jobs = jobs_of(seed, 10)
+        wanted, _ = run_jobs(one, one.config, jobs)
+        answers, core = run_jobs(stages, stages.config, jobs)
+        check_equal(wanted, answers)
+        num_swapped += core.observer.get_metrics()["num_blocks_swapped_in"]
+    assert num_swapped > 0
+    stages.shutdown()
+
+
 @pytest.mark.parametrize(
     ("kind", "size", "num_stages"),
     [("qwen3_5_text", 1, 2), ("lfm2", 2, 1), ("granitemoehybrid", 2, 2)],
@@ -110,7 +189,7 @@ def test_states_are_kept_and_restored_on_every_rank(
     tiny, kind: str, size: int, num_stages: int
 ) -> None:
     options = {"max_num_batched_tokens": 64, "max_num_seqs": 6, "state_checkpoint_interval": 32}
-    ranks = RankThreads(tiny(kind), size, num_stages, **options)
+    ranks = RankThreads.of(tiny(kind), size, num_stages, **options)
     one = start_executor(tiny(kind), enable_prefix_caching=False, **options)
     rng, found = random.Random(size), []
     prompts = [[rng.randrange(3, 250) for _ in range(rng.randrange(40, 150))] for _ in range(5)]
@@ -133,7 +212,7 @@ def test_states_are_kept_and_restored_on_every_rank(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probabilities_have_the_bits_of_one_rank(tiny, dtype: str) -> None:
     model, found = tiny("qwen2", num_hidden_layers=4), []
-    stages = RankThreads(model, 1, 2, dtype=dtype)
+    stages = RankThreads.of(model, 1, 2, dtype=dtype)
     one = start_executor(model, dtype=dtype, num_scheduler_steps=1)
     params = greedy(max_tokens=9, temperature=0.7, logprobs=3, prompt_logprobs=2)
     for executor, config in ((one, one.config), (stages, stages.config)):
@@ -156,7 +235,7 @@ def test_a_stage_begins_a_step_before_the_next_stage_has_ended_the_last_one(
     tiny, monkeypatch
 ) -> None:
     """The last stage ends no step before the first stage has ended the one after it."""
-    stages = RankThreads(tiny("qwen2"), 1, 2)
+    stages = RankThreads.of(tiny("qwen2"), 1, 2)
     first, last = stages.ranks
     ended, condition, num_waits = set(), threading.Condition(), 0
 
@@ -198,7 +277,7 @@ def test_grammars_with_forced_tokens(tiny, monkeypatch) -> None:
         structured_outputs=StructuredOutputsParams(regex="(a|b) forced text (yes|no)+"),
     )
     answers, counts = [], []
-    stages = RankThreads(model, 1, 2)
+    stages = RankThreads.of(model, 1, 2)
     elsewhere = stages.ranks[0].state.pending
     append = elsewhere.append
 
@@ -237,7 +316,7 @@ def test_kv_events_and_a_pause_with_steps_in_flight(tiny, tmp_path) -> None:
         enable_kv_cache_events=True, endpoint=endpoints[0], replay_endpoint=endpoints[1]
     )
     few = {"num_gpu_blocks_override": 24}  # blocks are taken from the cache again
-    stages = RankThreads(model, 1, 2, kv_events_config=config, **few)
+    stages = RankThreads.of(model, 1, 2, kv_events_config=config, **few)
     requests = [
         make_request(f"r{i}", [1 + i % 3] * 40, greedy(max_tokens=20, temperature=0.7, seed=i))
         for i in range(6)

@@ -35,7 +35,7 @@ def test_ranks_allocate_what_the_plan_predicts(
     arguments: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory_bytes": 200_000}
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     stated = plan(model, dtype="float32", device="cpu", **arguments, **sizes)
-    ranks = RankThreads(model, tp, pp, **arguments)
+    ranks = RankThreads.of(model, tp, pp, **arguments)
     try:
         num_blocks = ranks.determine_num_blocks()
         usages = ranks.on_each(lambda rank: rank.collective_rpc("memory_usage")[0])
@@ -56,7 +56,7 @@ def test_ranks_keep_the_states_that_the_plan_predicts(kind, tp, pp, tmp_path: Pa
     arguments: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory_bytes": 200_000}
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     stated = plan(model, dtype="float32", device="cpu", **arguments, **sizes)
-    ranks = RankThreads(model, tp, pp, **arguments)
+    ranks = RankThreads.of(model, tp, pp, **arguments)
     parts = [
         [part for layer in rank.model.state_layers() for part in layer.state_parts]
         for rank in ranks.ranks

@@ -24,7 +24,6 @@ def models(tmp_path_factory):
     ("kind", "arguments", "words"),
     [
         ("mixtral", {"enable_lora": True}, "cannot be used with enable_lora"),
-        ("mixtral", {"speculative_config": {"method": "ngram"}}, "with speculative_config"),
         ("mixtral", {"async_scheduling": True}, "with async_scheduling"),
         ("mixtral", {"num_scheduler_steps": 2}, "with num_scheduler_steps > 1"),
         ("mixtral", {"model_impl": "transformers"}, "needs a mixture of experts"),

@@ -40,8 +40,6 @@ def of_family(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "arguments", "words"),
     [
-        ("qwen2", {"speculative_config": {"method": "ngram"}}, "must be 1 with speculative_config"),
-        ("qwen2", {"runner": "pooling"}, "must be 1 with runner=pooling"),
         ("qwen2", {"tensor_parallel_size": 3}, "must divide the model's num_attention_heads=4"),
         ("qwen2", {"model_impl": "transformers"}, "must be 1 with a model of type qwen2"),
         ("olmo2", {"tensor_parallel_size": 4}, "must be 1 with Olmo2.*: keys are normed over all"),
@@ -80,9 +78,7 @@ def test_stages(models) -> None:
     def config(**arguments):
         return EngineArgs(models["qwen2"], pipeline_parallel_size=2, **arguments)
 
-    words = "pipeline_parallel_size: must be 1 with num_scheduler_steps=4.*, got 2"
-    with pytest.raises(InvalidParameterError, match=words):
-        config(num_scheduler_steps=4).create_engine_config()
+    config(num_scheduler_steps=4).create_engine_config()
     for is_async in (False, True):
         of_stages = config(async_scheduling=is_async).create_engine_config()
         assert num_steps_in_flight(of_stages) == 2

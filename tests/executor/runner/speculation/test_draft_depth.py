@@ -10,10 +10,8 @@ import numpy as np
 from quire.executor.runner.speculation.draft_depth import (
     MOST_PASSES_WITHOUT,
     DraftDepth,
-    PassCosts,
-    cpu_clock,
-    measure_costs,
 )
+from quire.executor.runner.speculation.pass_costs import PassCosts, cpu_clock, measure_costs
 from quire.ipc.step_messages import SchedulerOutput
 
 FLAT = {1: 1.0, 8: 1.2, 64: 5.0}  # seconds of a pass by its tokens

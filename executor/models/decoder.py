@@ -271,7 +271,6 @@ class Decoder(Model):
             self.other_experts = set(range(count)).difference(own)
         inputs = config.per_layer_inputs
         self.layer_inputs = None if inputs is None else LayerInputs(make, config, inputs)
-        # the layers of this stage
         self.layer_range = self.stages.layers_of(config.num_hidden_layers, head_in_layers(config))
         parts = make_attention, make_mlp, norms, names, self.layer_inputs, has_layer_scalars
         self.layers = [make_layer(make, config, index, *parts) for index in self.layer_range]

@@ -131,16 +131,10 @@ def check_ranks(config: EngineConfig) -> None:
     name = "tensor_parallel_size"
     if config.device_config.tensor_parallel_size == 1:
         name = "pipeline_parallel_size"
-    is_ray = config.device_config.distributed_executor_backend == "ray"
-    for is_asked, option in (
-        (
-            is_ray and config.device_config.device != "cpu",
-            f"device={config.device_config.device} and distributed_executor_backend=ray, whose "
-            "ranks run on CPUs",
-        ),
-    ):
-        if is_asked:
-            raise _refusal(config, name, f"must be 1 with {option}")
+    device = config.device_config
+    if device.distributed_executor_backend == "ray" and device.device != "cpu":
+        option = f"device={device.device} and distributed_executor_backend=ray"
+        raise _refusal(config, name, f"must be 1 with {option}, whose ranks run on CPUs")
     _check_model(config, name)
 
 

@@ -92,7 +92,7 @@ def test_ranks_give_the_tokens_of_one(tiny, tmp_path, kind, format, size, num_st
     options = {"disable_hybrid_kv_cache_manager": True}
     for dtype, tolerance in (("float32", 1e-4), ("bfloat16", 0.05)):
         one = start_executor(model, dtype=dtype, **options)
-        several = RankThreads(model, size, num_stages, dtype=dtype, **options)
+        several = RankThreads.of(model, size, num_stages, dtype=dtype, **options)
         wanted, found = answers(one), answers(several)
         if dtype == "float32":
             assert [row.output for row in found] == [row.output for row in wanted]
@@ -116,14 +116,14 @@ def test_blocks_are_not_cut() -> None:
 def test_a_cut_through_blocks_is_refused(tiny, tmp_path) -> None:
     write_quantized(tmp_path / "model", tiny("llama", intermediate_size=128), "awq", group_size=64)
     with pytest.raises(InvalidParameterError, match="tensor_parallel_size: must divide the .*INT4"):
-        RankThreads(tmp_path / "model", 4, dtype="bfloat16")
+        RankThreads.of(tmp_path / "model", 4, dtype="bfloat16")
 
 
 def test_each_rank_has_an_entry_of_packed_weights(tiny, tmp_path) -> None:
     options = {"quantization": "int8", "packed_weights_cache": str(tmp_path)}
     model, found = tiny("llama"), []
     for size, num_stages in ((2, 2), (2, 2), (2, 1)):
-        several = RankThreads(model, size, num_stages, **options)
+        several = RankThreads.of(model, size, num_stages, **options)
         found.append([(row.output, numbers(row)) for row in answers(several)])
         several.shutdown()
         if not found[1:]:

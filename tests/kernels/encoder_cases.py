@@ -137,7 +137,6 @@ def encoder_attention(dtype: torch.dtype) -> list[Case]:
         encoder_case([9, 150, 64], (3, 3, 64), dtype, 0, make_bias(3, 20)),
         encoder_case([1, 40, 200], (4, 4, 32), dtype, 50, make_bias(4, 128)),
         encoder_case([70, 3], (2, 2, 8), dtype, 1),
-        encoder_case([2050], (1, 1, 8), dtype),
     ]
 
 

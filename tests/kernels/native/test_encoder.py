@@ -64,6 +64,9 @@ def test_a_long_text_is_the_same_bits_beside_another_and_on_any_number_of_thread
     alone = attend(qkv[:2100], [2100], (1, 1, 8), ())
     library.set_num_threads(3)
     assert same_bits(attend(qkv, [2100, 5], (1, 1, 8), ())[:2100], alone)
+    query, key, value = qkv[:2100].float().unbind(1)
+    expected = (query @ key.T * 8**-0.5).softmax(-1) @ value
+    torch.testing.assert_close(alone[:, 0].float(), expected, atol=5e-3, rtol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

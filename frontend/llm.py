@@ -32,6 +32,7 @@ from .requests.lora_requests import to_reload
 from .requests.pooling_inputs import with_task
 from .requests.prompts import (
     IMAGES,
+    NO_IMAGES,
     GivenImages,
     Prompt,
     error_in_request,
@@ -364,7 +365,8 @@ class LLM(BlockingCalls):
                 prompts.append({"prompt": text, IMAGES: given})
             else:
                 token_ids = tokenizer.encode(text, add_special_tokens=False)
-                prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+                prompt = {"prompt": text, "prompt_token_ids": token_ids, IMAGES: NO_IMAGES}
+                prompts.append(prompt)
         return self.generate(
             prompts,
             sampling_params,

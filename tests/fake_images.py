@@ -25,6 +25,7 @@ class FakePreparer:
         self.sources: list[ImageSource] = []
         self.kwargs: dict[str, Any] | None = None
         self.placeholder = tokenizer.id_to_token(image_token_id) or ""
+        self.places = {image_token_id: self.placeholder}
         self._tokenizer = tokenizer
         self._image_token_id = image_token_id
 

@@ -15,11 +15,15 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from PIL import Image
 from quire.frontend.images.families import FAMILIES
+from quire.frontend.images.images import ImagePreparer
 from quire.frontend.text.tokenizer import Tokenizer
+from quire.ipc.config import MultiModalConfig
 from quire.ipc.models.vision_config import VisionConfig
+from quire.tests.fakes import make_config
 from quire.tests.pictures import make_picture
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -82,6 +86,18 @@ def vision_config(family: str, unit: int, **fields: Any) -> VisionConfig:
 def prompt_of(case: Case) -> str:
     placeholder = FAMILIES[case.vision.family].placeholder
     return f"One\n{placeholder}\nTwo {placeholder}\n\nThree"
+
+
+def sole_prompt_of(case: Case) -> str:
+    """A prompt of one image."""
+    return FAMILIES[case.vision.family].placeholder
+
+
+def preparer_of(case: Case, **settings: Any) -> ImagePreparer:
+    config = make_config(max_model_len=100_000)
+    settings = {"mm_processor_kwargs": case.kwargs, "mm_processor_cache_gb": 0, **settings}
+    config = msgspec.structs.replace(config, multimodal_config=MultiModalConfig(**settings))
+    return ImagePreparer(config, case.vision, tokenizer())
 
 
 def sample(part: np.ndarray) -> list[list[int]]:
@@ -296,7 +312,7 @@ def cases() -> dict[str, Case]:
             *({}, _make_pixtral(1024, 16, 1), _pixtral),
         ),
         "mistral3": Case(
-            config("mistral3", 28, tower={"image_size": 1540}),
+            config("mistral3", 28, processor={"size": {"longest_edge": 1540}}),
             *({}, _make_pixtral(1540, 14, 2), _pixtral),
         ),
         "idefics3": Case(
@@ -325,7 +341,7 @@ def _record(case: Case) -> list[dict[str, Any]]:
     processor, found = case.processor(named), []
     for pictures in prompts_of(case):
         made = processor(images=pictures, text=prompt_of(case), **case.kwargs)
-        alone = f"{FAMILIES[case.vision.family].placeholder}"
+        alone = sole_prompt_of(case)
         parts = []
         for picture in pictures:
             one = processor(images=[picture], text=alone, return_tensors="pt", **case.kwargs)

@@ -152,7 +152,7 @@ class Conversation:
         started = time.perf_counter()
         self.engine.add_request(
             request_id,
-            {"prompt_token_ids": prompt} | ({IMAGES: PreparedImages(items)} if items else {}),
+            {"prompt_token_ids": prompt, IMAGES: PreparedImages(items)},
             params,
             lora_request=self._lora_request,
         )

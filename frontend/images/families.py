@@ -23,8 +23,8 @@ Side = Annotated[int, Meta(ge=1, le=8192)]  # of a picture or a patch, in pixels
 Area = Annotated[int, Meta(ge=1, le=2**26)]  # in pixels
 Tokens = Annotated[int, Meta(ge=1, le=2**16)]
 Tiles = Annotated[int, Meta(ge=1, le=64)]
-Filter = Annotated[int, Meta(ge=0, le=5)]  # PIL.Image.Resampling
-LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # members of PIL.Image.Resampling
+Filter = Annotated[int, Meta(ge=LANCZOS, le=BICUBIC)]
 
 
 class CannotResize(ValueError):

@@ -25,7 +25,6 @@ from .layout import Layout, Part, cut
 from .media import ImageSource, Media
 from .pictures import Picture
 
-DEFAULT_LIMIT = 16  # images of a prompt
 MAX_DECODERS = 2  # threads; each takes up to 600 MiB for a picture of the largest size
 NUM_FETCHERS = 8  # threads that wait for servers
 MESSAGE_PART = 0.9  # of max_message_bytes that pixels may take
@@ -58,7 +57,6 @@ class ImagePreparer:
         self._tokenizer = tokenizer
         self._family = make_family(vision, settings.mm_processor_kwargs)
         self._media = media or Media(settings)
-        self._limit = settings.limit_mm_per_prompt.get("image", DEFAULT_LIMIT)
         self._max_rows = resolved(config.model_config.max_model_len)
         self._max_bytes = int(config.service_config.max_message_bytes * MESSAGE_PART)
         self._cache = ItemCache(int(settings.mm_processor_cache_gb * 2**30))
@@ -79,6 +77,17 @@ class ImagePreparer:
         """What stands for an image in the text of a prompt."""
         return self._family.placeholder
 
+    @cached_property
+    def places(self) -> dict[int, str]:
+        """The tokens that stand for images, with their texts: the placeholder, and the one whose
+        place a row of the encoder takes.
+        """
+        found = {self._image_token_id: self._family.image_token}
+        if self._tokenizer is not None:
+            [placeholder] = self._tokens(self._family.placeholder)
+            found[placeholder] = self._family.placeholder
+        return found
+
     def prepare(
         self,
         prompt: str | list[int],
@@ -93,7 +102,7 @@ class ImagePreparer:
         mm_processor_kwargs, of this prompt. Blocks while images are fetched and decoded. Raises
         InvalidParameterError.
         """
-        self._check(sources, kwargs)
+        _check_kwargs(kwargs)
         return self._prepare(prompt, self._media.open_all([*sources]), add_special_tokens, kwargs)
 
     async def prepare_async(
@@ -105,22 +114,12 @@ class ImagePreparer:
         kwargs: dict[str, Any] | None = None,
     ) -> Prepared:
         """As prepare, in threads: some that wait for servers, and few that decode."""
-        self._check(sources, kwargs)
+        _check_kwargs(kwargs)
         waits = any(source.needs_network for source in sources)
         run = self._threads.fetch if waits else self._threads.decode
         pictures = await run(self._media.open_all, [*sources])
         return await self._threads.decode(
             self._prepare, prompt, pictures, add_special_tokens, kwargs
-        )
-
-    def _check(self, sources: Sequence[ImageSource], kwargs: dict[str, Any] | None) -> None:
-        require(
-            len(sources) <= self._limit,
-            "images",
-            f"a prompt can have {self._limit} of them (limit_mm_per_prompt), got {len(sources)}",
-        )
-        require_kind(
-            kwargs is None or isinstance(kwargs, dict), "mm_processor_kwargs", "a dict", kwargs
         )
 
     def _prepare(
@@ -250,6 +249,11 @@ def place(
         for i, part in enumerate(image.parts)
     ]
     return placed, items
+
+
+def _check_kwargs(kwargs: dict[str, Any] | None) -> None:
+    is_kind = kwargs is None or isinstance(kwargs, dict)
+    require_kind(is_kind, "mm_processor_kwargs", "a dict", kwargs)
 
 
 def _check_number(parameter: str, what: str, found: int, wanted: int) -> None:

@@ -82,10 +82,8 @@ class Layout(msgspec.Struct, frozen=True):
 def cut(picture: Image.Image, all_steps: Sequence[Steps], resample: int) -> list[Image.Image]:
     """The pictures that the steps make; steps that several begin with are taken once.
 
-    `resample`: a member of PIL.Image.Resampling.
+    `resample`: the filter, a key of resampling.FILTERS.
     """
-    from PIL import Image
-
     made: dict[Steps, Image.Image] = {(): picture}
     for steps in all_steps:
         for end in range(1, len(steps) + 1):
@@ -93,7 +91,7 @@ def cut(picture: Image.Image, all_steps: Sequence[Steps], resample: int) -> list
                 continue
             before, step = made[steps[: end - 1]], steps[end - 1]
             if isinstance(step, Resize):
-                after = resized(before, step, Image.Resampling(resample))
+                after = resized(before, step, resample)
             else:
                 right, bottom = step.left + step.width, step.top + step.height
                 box = (step.left, step.top, min(right, before.width), min(bottom, before.height))
@@ -102,17 +100,17 @@ def cut(picture: Image.Image, all_steps: Sequence[Steps], resample: int) -> list
     return [made[steps] for steps in all_steps]
 
 
-def resized(picture: Image.Image, size: Resize, resample: Image.Resampling) -> Image.Image:
-    """First along the rows, then along the columns, as torchvision and most versions of Pillow do.
+def resized(picture: Image.Image, size: Resize, resample: int) -> Image.Image:
+    """First along the rows, then along the columns, as torchvision does.
 
-    Values are rounded and clipped in between, so that the order matters at sharp edges. Pillow 13
-    chooses the order by the sides; here only a picture that would become very large goes the other
-    way.
+    Values are rounded and clipped in between, so that the order matters at sharp edges. Only a
+    picture that would become very large goes the other way.
     """
-    between = (size.width, picture.height)
+    from .resampling import resample as resampled
+
     if size.width * picture.height > MAX_BETWEEN:
-        between = (picture.width, size.height)
-    return picture.resize(between, resample).resize((size.width, size.height), resample)
+        picture = resampled(picture, size.height, picture.width, resample)
+    return resampled(picture, *size, resample)
 
 
 def tiles(height: int, width: int, tile: int) -> list[Crop]:

@@ -150,9 +150,9 @@ class BeamSearch:
 
     @property
     def step_prompts(self) -> list[dict[str, Any]]:
-        images = {IMAGES: PreparedImages(self._images)} if self._images else {}
+        images = PreparedImages(self._images)
         return [
-            {"prompt_token_ids": self.prompt_token_ids + beam.token_ids} | images
+            {"prompt_token_ids": self.prompt_token_ids + beam.token_ids, IMAGES: images}
             for beam in self.running
         ]
 

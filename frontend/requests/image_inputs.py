@@ -12,6 +12,7 @@ from ...ipc.checks import require
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import ImageItem
+from ..text.chat_images import PlacedImage
 from ..text.tokenizer import Tokenizer
 from .prompts import IMAGES, GivenImages
 
@@ -27,6 +28,9 @@ class Preparer(Protocol):
 
     @property
     def placeholder(self) -> str: ...
+
+    @property
+    def places(self) -> dict[int, str]: ...
 
     def prepare(
         self,
@@ -78,17 +82,32 @@ class ImageInputs:
         """Raises InvalidParameterError that names `name` for a model that reads text only."""
         require(self.reads_images, name, "must be empty: this model reads text only")
 
-    def check_number(self, num_images: int) -> None:
-        """Raises InvalidParameterError for more images than a prompt may have, or for one that the
-        model does not read.
+    def check_number(self, images: Sequence[PlacedImage]) -> None:
+        """Raises InvalidParameterError for more images than a prompt may have, naming the first of
+        those, or for one that the model does not read.
         """
-        if not num_images:
+        if not images:
             return
         self.require_vision(IMAGES)
         most = self._limits.get("image", MAX_IMAGES)
-        if num_images > most:
+        if len(images) > most:
             raise InvalidParameterError(
-                IMAGES, f"must have at most {most} images (limit_mm_per_prompt), got {num_images}"
+                images[most].place,
+                f"is one image too many: a prompt can have {most} (limit_mm_per_prompt), this one "
+                f"has {len(images)}",
+            )
+
+    def refuse_places(self, name: str, token_ids: Sequence[int]) -> None:
+        """Raises InvalidParameterError that names `name` if a prompt without images has a token
+        that stands for one: the model would read it in the place of pixels.
+        """
+        places = {} if self._preparer is None else self._preparer.places
+        for token_id, text in places.items():
+            require(
+                token_id not in token_ids,
+                name,
+                f"has {text} (the token {token_id}), which stands for an image, but no image comes "
+                f"with the prompt ({IMAGES})",
             )
 
     def prepare(self, prompt: str | list[int], given: GivenImages) -> Prepared:
@@ -106,7 +125,7 @@ class ImageInputs:
         return await preparer.prepare_async(prompt, _sources(given), **_options(given))
 
     def _checked(self, given: GivenImages) -> Preparer:
-        self.check_number(len(given.images))
+        self.check_number(given.images)
         assert self._preparer is not None  # check_number refuses images without it
         return self._preparer
 

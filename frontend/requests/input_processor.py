@@ -42,6 +42,7 @@ from .lora_requests import placed
 from .pooling_inputs import PoolingInputs
 from .prompts import (
     IMAGES,
+    NO_IMAGES,
     GivenImages,
     PreparedImages,
     Prompt,
@@ -243,14 +244,21 @@ class InputProcessor:
         self, parts: PromptParts, truncated_to: int | None
     ) -> tuple[list[int], list[ImageItem]]:
         """Returns the token ids of a prompt for SamplingParams, and its images."""
-        if parts.images is not None:
+        if parts.images is not None and parts.images != NO_IMAGES:
             return self._read_images(parts, truncated_to)
         text, token_ids = parts.text or "", parts.token_ids
         token_ids = self._encode("prompt", text) if token_ids is None else token_ids
         if truncated_to is not None:
             token_ids = self._truncated(token_ids, truncated_to)
         self._check_token_ids(token_ids, self._max_prompt_len)
+        self._check_places(parts, token_ids)
         return token_ids, []
+
+    def _check_places(self, parts: PromptParts, token_ids: list[int]) -> None:
+        """Requires of a prompt without images that it has no place for one."""
+        if parts.images is None:
+            name = "prompt" if parts.token_ids is None else "prompt_token_ids"
+            self.images.refuse_places(name, token_ids)
 
     def _read_images(
         self, parts: PromptParts, truncated_to: int | None
@@ -269,7 +277,8 @@ class InputProcessor:
     ) -> tuple[list[int], list[ImageItem]]:
         """Returns a prompt's token ids, checked, with those of its images, and the images."""
         self._check_token_ids(token_ids, most)
-        if parts.images is None:
+        if parts.images is None or parts.images == NO_IMAGES:
+            self._check_places(parts, token_ids)
             return token_ids, []
         _check_whole(truncated_to)
         if isinstance(parts.images, PreparedImages):

@@ -37,6 +37,9 @@ class PreparedImages(NamedTuple):
     items: list[ImageItem]
 
 
+NO_IMAGES = PreparedImages([])  # of a rendered conversation: none, whatever its text says
+
+
 class PromptParts(NamedTuple):
     """`token_ids` as given and unchecked; None: the text is to be tokenized."""
 

@@ -10,16 +10,26 @@ import zlib
 from collections.abc import Iterable
 from functools import partial
 
+import msgspec
 from starlette.requests import Request
 
 from .admission import in_turn
 from .config import ServerConfig
 from .http.bodies import Body, decode
 from .http.call import HttpCall, call_of
-from .http.errors import ApiError, invalid
+from .http.errors import ApiError, invalid, unsupported
 
 # The bodies of all active requests together may have this many times max_body_bytes.
 MAX_LARGE_BODIES = 16
+# Names of fields that carry images, sounds or vectors in other servers' APIs. Where a body does not
+# have such a field, an answer without it would be about something else.
+MEDIA = frozenset(
+    {
+        *("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds"),
+        *("image", "images", "image_data", "image_url", "video", "videos", "video_url"),
+        *("audio", "audios", "audio_url", "input_audio"),
+    }
+)
 LARGE_BODY = 256 * 2**10  # bytes; decoded in a thread
 OVERLOADED_RETRY_S = 5.0
 SMALL_CHUNK = 1024  # compressed bytes; at most 1 MiB decompressed, about one millisecond of work
@@ -181,8 +191,21 @@ def decode_body(
 ) -> Body:
     """Decodes JSON into a Struct. Unknown fields are noted or rejected."""
     body, unknown = decode(raw, body_type, find_unknown=config.unknown_params != "allow")
+    _refuse_media(raw, unknown)
     note_unknown(unknown, config, call)
     return body
+
+
+def _refuse_media(raw: bytes | bytearray, unknown: Iterable[str]) -> None:
+    names = [name for name in unknown if name.rpartition(".")[2] in MEDIA]
+    sent = msgspec.json.decode(raw) if names else {}
+    for name in names:
+        if name not in sent or sent[name]:  # empty ones say nothing
+            raise unsupported(
+                name,
+                f"'{name}' is not read here: images stand in the messages of a chat, if the model "
+                f"reads them.",
+            )
 
 
 def note_unknown(names: Iterable[str], config: ServerConfig, call: HttpCall) -> None:

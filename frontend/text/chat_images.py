@@ -139,6 +139,26 @@ def with_parts_for_images(
     return shown
 
 
+def with_literal(value: Any, placeholder: str) -> Any:
+    """Returns messages, tools or documents in which no text has the placeholder, so that a user's
+    text never stands for an image: a zero-width space follows its first character. Raises
+    InvalidParameterError for values that are nested too deeply.
+    """
+    broken = f"{placeholder[:1]}\u200b{placeholder[1:]}"
+
+    def literal(value: Any) -> Any:
+        if isinstance(value, str):
+            return value.replace(placeholder, broken)
+        if isinstance(value, dict):
+            return {key: literal(one) for key, one in value.items()}
+        return [literal(one) for one in value] if isinstance(value, list) else value
+
+    try:
+        return literal(value)
+    except RecursionError:
+        raise InvalidParameterError("messages", "or tools are nested too deeply") from None
+
+
 def base64_url(data: str) -> str:
     """Returns the data URL of an image that is given in base64 alone. The image itself tells its
     format.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_files import check_model_file, read_json_if_exists
-from .chat_images import PlacedImage, images_of, with_parts_for_images
+from .chat_images import PlacedImage, images_of, with_literal, with_parts_for_images
 from .chat_messages import INSTRUCTING, normalize_messages
 from .template_traits import TemplateTraits, find_traits
 
@@ -132,6 +132,8 @@ def render_with_images(
             "continue_final_message", "cannot be combined with add_generation_prompt"
         )
     messages = normalize_messages(messages, reads_images=placeholder is not None)
+    if placeholder is not None:
+        messages, tools, documents = with_literal([messages, tools, documents], placeholder)
     if (
         tools
         or MENTIONS_PARTS in template

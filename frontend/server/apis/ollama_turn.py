@@ -329,7 +329,7 @@ async def _prepare_raw(
     """Uses the prompt and the output unmodified, without a template. The prompt has a placeholder
     for each image of `content`.
     """
-    items: list[ImageItem] = []
+    items: list[ImageItem] | None = None
     if images := images_of([{"role": "user", "content": content}]):
         token_ids, items = await prepare_images(
             state, call, prompt, images, GENERATE_NAMES, add_special_tokens=True

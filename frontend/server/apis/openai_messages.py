@@ -228,6 +228,8 @@ def _image(part: ContentPart, path: str, call: HttpCall) -> dict[str, Any]:
         if url.detail not in (None, "auto"):
             call.ignored_params.append(f"{place}.detail")
         url, place = url.url, f"{place}.url"
+    if part.uuid is not None:
+        call.ignored_params.append(f"{path}.uuid")
     return image_part(url, place, part.uuid)
 
 

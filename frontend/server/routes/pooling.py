@@ -178,8 +178,7 @@ async def _prompts(state: ServerState, call: HttpCall, body: InputBody) -> Seque
         add_generation_prompt=bool(body.add_generation_prompt),
     )
     rendered = await render_turn(state, call, turn)
-    images = {IMAGES: PreparedImages(rendered.images)} if rendered.images else {}
-    return [{"prompt_token_ids": rendered.token_ids} | images]
+    return [{"prompt_token_ids": rendered.token_ids, IMAGES: PreparedImages(rendered.images)}]
 
 
 def _embedding(index: int, row: Any, output: PoolingRequestOutput, pooling: Pooling) -> Embedding:

@@ -35,7 +35,7 @@ from ..http.call import HttpCall, call_of
 from ..http.errors import invalid, missing, refused, unsupported
 from ..http.openapi import ApiRoute
 from ..http.sse import JsonAnswer
-from ..request_body import read_body
+from ..request_body import MEDIA, read_body
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
 from ..turns.tokenizing import check_number
@@ -174,6 +174,9 @@ def _document(index: int, document: str | dict[str, Any]) -> str:
     if isinstance(document, str):
         return document
     text = document.get("text")
+    if media := sorted(MEDIA & document.keys()):
+        name = f"documents[{index}].{media[0]}"
+        raise unsupported(name, f"'{name}' is not supported: documents are texts.")
     if not isinstance(text, str):
         raise invalid(
             f"documents[{index}]",

@@ -279,7 +279,7 @@ def _placeholder(state: ServerState, turn: ChatTurn) -> str | None:
         return None
     inputs = state.ready_engine().images
     with renaming(turn.names):
-        inputs.check_number(len(images_of(turn.messages)))
+        inputs.check_number(images_of(turn.messages))
     return inputs.placeholder
 
 

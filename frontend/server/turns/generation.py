@@ -53,7 +53,8 @@ class GenerationJob:
     priority: int = 0
     cache_salt: str | None = None
     names: dict[str, str] = field(default_factory=dict)
-    images: list[ImageItem] = field(default_factory=list)  # whose tokens are among the ids
+    # whose tokens are among the ids; None: a prompt that has no place for one
+    images: list[ImageItem] | None = None
 
 
 def check_context(
@@ -117,7 +118,7 @@ async def run(
         {"prompt_token_ids": job.token_ids}
         | ({"prompt": job.text} if job.text is not None else {})
         | ({"cache_salt": salt} if salt else {})
-        | ({IMAGES: PreparedImages(job.images)} if job.images else {})
+        | ({} if job.images is None else {IMAGES: PreparedImages(job.images)})
     )
     last = None
     metrics: list[RequestMetrics] = []
@@ -132,7 +133,7 @@ async def run(
         "take_at_once": take_at_once,
         "lora_request": call.lora_request,
     }
-    num_bytes = sum(len(item.pixels.data) for item in job.images)
+    num_bytes = sum(len(item.pixels.data) for item in job.images or ())
     with (
         state.held_pixels.holding(call.tenant, num_bytes),
         running_id(state, job.request_id) as request_id,

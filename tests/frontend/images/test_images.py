@@ -125,14 +125,6 @@ def test_without_a_tokenizer() -> None:
 # ---------------------------------------------------------------- limits
 
 
-def test_number_of_images() -> None:
-    sources = [source()] * 3
-    preparer = make_preparer(limit_mm_per_prompt={"image": 2})
-    expected = "images: a prompt can have 2 of them (limit_mm_per_prompt), got 3"
-    assert refused(preparer, PAD * 3, sources) == expected
-    assert "can have 16 of them" in refused(make_preparer(), PAD * 17, [source()] * 17)
-
-
 def test_number_of_tokens() -> None:
     preparer = make_preparer(max_model_len=20)
     preparer.prepare(PAD * 3, [source()] * 3)

@@ -11,6 +11,7 @@ from quire import BeamSearchParams, InvalidParameterError
 from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
 from quire.frontend.requests.beam_search import BeamSearch, first_params
 from quire.frontend.requests.input_processor import InputProcessor
+from quire.frontend.requests.prompts import IMAGES, NO_IMAGES
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
 EOS, PROMPT = 302, [7, 8]
@@ -42,15 +43,15 @@ def beams(search: BeamSearch) -> list[tuple[list[int], float]]:
 def test_a_search_by_hand() -> None:
     search = make_search(length_penalty=0.0)
     assert (
-        search.step_prompts == [{"prompt_token_ids": PROMPT}]
+        search.step_prompts == [{"prompt_token_ids": PROMPT, IMAGES: NO_IMAGES}]
         and search.step_params.logprobs == search.num_candidates == 4
     )
     # the finished beam is not among the best two and is dropped
     search.advance([output(t1=0.5, t2=0.3, t3=0.1, t302=0.05)])
     assert beams(search) == [([1], 0.5), ([2], 0.3)] and search.finished == []
     assert search.step_prompts == [
-        {"prompt_token_ids": [*PROMPT, 1]},
-        {"prompt_token_ids": [*PROMPT, 2]},
+        {"prompt_token_ids": [*PROMPT, 1], IMAGES: NO_IMAGES},
+        {"prompt_token_ids": [*PROMPT, 2], IMAGES: NO_IMAGES},
     ]
     # 0.3 ends; 0.27, 0.1 and 0.015 continue
     search.advance([output(t302=0.6, t4=0.2), output(t5=0.9, t6=0.05)])

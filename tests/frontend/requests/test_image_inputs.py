@@ -112,10 +112,30 @@ def test_the_number_of_images_has_a_limit() -> None:
         config = with_vision(text_config(), IMAGE, **settings)
         error = refused(config, multi_modal_data={"image": ["data:x"] * num})
         most = settings.get("limit_mm_per_prompt", {}).get("image", 16)
-        assert error.parameter == "multi_modal_data"
+        assert error.parameter == f"multi_modal_data.image[{most}]"
         assert error.problem == (
-            f"must have at most {most} images (limit_mm_per_prompt), got {num}"
+            f"is one image too many: a prompt can have {most} (limit_mm_per_prompt), this one has "
+            f"{num}"
         )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"),
+    [
+        (f"a{MARK}", "prompt"),
+        ({"prompt": MARK, "multi_modal_data": {"image": []}}, "prompt"),
+        ([*ids("a"), IMAGE], "prompt_token_ids"),
+    ],
+)
+def test_a_place_without_an_image_is_refused(prompt, name) -> None:
+    """The model would read the placeholder in the place of pixels, and answer."""
+    wanted = rf"{name}: has <\|unused299\|> \(the token {IMAGE}\).* but no image comes"
+    processor, _ = make()
+    with pytest.raises(InvalidParameterError, match=wanted):
+        processor.process_inputs("r", prompt, SamplingParams())
+    processor.process_inputs("r", "a", SamplingParams())
+    of_text_model = InputProcessor(text_config(), tiny_tokenizer(), [302])
+    of_text_model.process_inputs("r", prompt, SamplingParams())
 
 
 def test_a_model_that_reads_text_refuses_images() -> None:

@@ -125,7 +125,10 @@ def test_a_private_address_is_not_fetched_though_its_name_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (ask(*[url_of(PNG)] * 1000), "at most 16 images (limit_mm_per_prompt), got 1000"),
+        (
+            ask(*[url_of(PNG)] * 1000),
+            "a prompt can have 16 (limit_mm_per_prompt), this one has 1000",
+        ),
         (ask(url_of(b"\x89PNG\r\n\x1a\n" + bytes(33 * 2**20))), "33,"),
         ({"messages": [{"role": "user", "content": [PAD, PAD]}]}, "content[0]"),
     ],

@@ -74,6 +74,12 @@ PROMPTS = {
         f"[user]{MARK}What?",
         [("messages[0].content[0].image_url.url", URL)],
     ),
+    "openai, a text with the placeholder": (
+        CHAT,
+        {"messages": user(OPENAI_PART, {"type": "text", "text": f"{MARK}?"})},
+        f"[user]{MARK}<\u200b|endoftext|>?",
+        [("messages[0].content[0].image_url.url", URL)],
+    ),
     "openai, url alone": (
         CHAT,
         {"messages": user(WHAT, {"type": "image_url", "image_url": URL}, OPENAI_PART)},
@@ -258,7 +264,11 @@ REFUSED = {
         "messages[1].content[0].image_url.url",
         "Missing",
     ),
-    "too many": (chat(*[image_url(URL)] * 1000), "messages", "at most 16 images (limit_mm"),
+    "too many": (
+        chat(*[image_url(URL)] * 1000),
+        "messages[1].content[16].image_url",
+        "is one image too many: a prompt can have 16 (limit_mm_per_prompt), this one has 1000",
+    ),
     "of the assistant": (
         chat(OPENAI_PART, role="assistant"),
         "messages[1].content[0].type",
@@ -273,11 +283,6 @@ REFUSED = {
         chat({"type": "video_url"}),
         "messages[1].content[0].type",
         "reads text and images only",
-    ),
-    "a placeholder in the text": (
-        chat(OPENAI_PART, {"type": "text", "text": MARK}),
-        "messages",
-        "one placeholder for each image",
     ),
     "anthropic, no source": (
         anthropic({"type": "image"}),
@@ -360,11 +365,34 @@ def test_settings_of_the_processor_for_one_request() -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "mm_processor_kwargs")
 
 
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        ("/v1/completions", {"prompt": "a", "multi_modal_data": {"image": URL}}, None),
+        (CHAT, {"messages": user(WHAT), "images": [PIXEL]}, None),
+        (CHAT, {"messages": [{**user(WHAT)[0], "images": [PIXEL]}]}, "messages[0].images"),
+        ("/api/chat", {"model": "bundled", "messages": [], "image_data": "x"}, None),
+    ],
+)
+def test_what_would_be_answered_without_its_image(path, more, param) -> None:
+    app, _ = seeing_app()
+    answer = post(app, path, more)
+    assert answer.status_code == 400
+    param = param or next(name for name in more if name not in ("messages", "prompt", "model"))
+    assert param in str(answer.json()["error"])
+
+
+def test_empty_fields_of_media_say_nothing() -> None:
+    app, _ = seeing_app()
+    assert post(app, CHAT, {"messages": user(WHAT), "images": []}).status_code == 200
+
+
 def test_the_limit_is_the_servers() -> None:
     app, _ = seeing_app(limit_mm_per_prompt={"image": 1})
     answer = post(app, CHAT, {"messages": user(OPENAI_PART, OPENAI_PART)})
     assert answer.json()["error"]["message"] == (
-        "messages: must have at most 1 images (limit_mm_per_prompt), got 2"
+        "messages[0].content[1].image_url.url: is one image too many: a prompt can have 1 "
+        "(limit_mm_per_prompt), this one has 2"
     )
 
 

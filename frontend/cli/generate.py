@@ -15,7 +15,8 @@ import msgspec
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import MAX_N, RequestOutputKind, SamplingParams
-from .flags import given, sampling_flags
+from .attachments import read_image
+from .flags import Flag, given, sampling_flags
 from .parser import Parser
 from .session import (
     add_session_flags,
@@ -33,10 +34,16 @@ from .values import convert_plain
 if TYPE_CHECKING:
     from ..llm_engine import LLMEngine
 
-USAGE = "[PROMPT ...] [--file FILE] [--json] [sampling flags] [engine flags]"
+USAGE = "[PROMPT ...] [--file FILE] [--image FILE] [--json] [sampling flags] [engine flags]"
 DESCRIPTION = (
     "Completes each PROMPT; `-`, or no prompt at all, reads one from standard input. Several "
     "prompts run together."
+)
+IMAGE = Flag(
+    "image",
+    list[str],
+    [],
+    "Image of each prompt, whose text has the model's placeholder for it; may be repeated.",
 )
 COMMON_SAMPLING = ("temperature", "top_p", "max_tokens", "stop")
 # The default of SamplingParams and vLLM, 16 tokens, is too short for a completion to read.
@@ -60,6 +67,7 @@ def make_parser(argv: list[str]) -> Parser:
         "--json", "one JSON object per completion and line: text, token_ids, finish_reason, usage"
     )
     add.on_off("--echo", "print the prompt before its completion [on a terminal]")
+    parser.add_flags("images", [IMAGE], ("image",))
     parser.add_flags("sampling", request_flags(**DEFAULTS), COMMON_SAMPLING)
     add_session_flags(parser)
     return parser
@@ -67,13 +75,24 @@ def make_parser(argv: list[str]) -> Parser:
 
 def main(argv: list[str]) -> int:
     args = make_parser(argv).parse(argv)
-    prompts = read_prompts(args)
+    prompts, images = read_prompts(args), read_images(args)
     sampling = given(args, request_flags())
     with naming_sources(args.settings):
         check_sampling(sampling)
     with open_engine(args) as engine:
         require_generation(engine)
-        return complete(engine, prompts, {**default_sampling(engine, **DEFAULTS), **sampling}, args)
+        if images:
+            engine.images.require_vision("image")
+        base = {**default_sampling(engine, **DEFAULTS), **sampling}
+        return complete(engine, prompts, images, base, args)
+
+
+def read_images(args: argparse.Namespace) -> list[str]:
+    """Returns the images of --image as data URLs. Raises InvalidParameterError for a file that is
+    none.
+    """
+    paths = [Path(path).expanduser() for path in getattr(args, "image", ())]
+    return [read_image(path, "image").part["image_url"]["url"] for path in paths]
 
 
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -154,9 +173,13 @@ def parse_line(line: str, where: str) -> Prompt:
 
 
 def complete(
-    engine: LLMEngine, prompts: list[Prompt], base: dict[str, Any], args: argparse.Namespace
+    engine: LLMEngine,
+    prompts: list[Prompt],
+    images: list[str],
+    base: dict[str, Any],
+    args: argparse.Namespace,
 ) -> int:
-    """Runs all prompts and prints their outputs.
+    """Runs all prompts, each with the images, and prints their outputs.
 
     A prompt that is rejected is reported and does not affect the others. The exit code is then 2.
     """
@@ -175,7 +198,9 @@ def complete(
         for index, (prompt, overrides) in enumerate(prompts):
             try:
                 params = SamplingParams(**{**base, **overrides, "output_kind": kind})
-                engine.add_request(str(index), prompt, params, lora_request=lora_of(args))
+                engine.add_request(
+                    str(index), with_images(prompt, images), params, lora_request=lora_of(args)
+                )
             except InvalidParameterError as error:
                 code = 2
                 writer.refuse(index, str(error))
@@ -195,6 +220,13 @@ def complete(
     if not args.json:
         meter.report()
     return code
+
+
+def with_images(prompt: Any, images: list[str]) -> Any:
+    if not images:
+        return prompt
+    given = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    return given | {"multi_modal_data": {"image": images}}
 
 
 def complain(index: int, prompts: list[Prompt], problem: str) -> None:

@@ -15,10 +15,12 @@ from ...ipc.errors import InvalidParameterError, ModelLoadError, QuireError
 from ...ipc.models.architectures import ARCHITECTURES, NATIVE
 from ...ipc.models.checkpoint import check_checkpoint, find_weight_files, missing_weight_files
 from ...ipc.models.decoder_config import unread_keys
-from ...ipc.models.gguf import is_gguf
+from ...ipc.models.gguf import is_gguf, read_gguf
 from ...ipc.models.quantization_config import CheckpointQuantization, parse_quantization
 from ...ipc.models.resolve_pooling import resolve_pooling
 from ...ipc.models.stored_names import find_stored_names, is_ignored
+from ...ipc.models.vision_config import VisionConfig
+from ...ipc.models.vision_files import find_vision
 from ..answer_format import detect
 from ..engine_args import EngineArgs
 from ..model_info.gguf_header import find_description, is_header_only
@@ -28,13 +30,19 @@ from ..model_info.model_files import (
     read_generation_config,
     read_hf_config,
 )
-from ..model_info.model_sizes import ModelSizes, StoredSizes, measure_model
+from ..model_info.model_sizes import ModelSizes, StoredSizes, encoder_bytes, measure_model
 from ..model_info.plan import check_cache, make_plan
+from ..requests.image_inputs import MAX_IMAGES
 from ..server.config import ServerConfig
 from ..text.tokenizer import Tokenizer
 from .machine import Finding, failure, passed, warning
 
 GIB = 2**30
+EXAMPLE_IMAGE = (1024, 768)  # pixels: width and height
+# general.architecture of GGUF files beside which repositories mostly have an encoder of images
+OFTEN_WITH_IMAGES = frozenset(
+    {"qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "gemma3", "gemma4", "mistral3"}
+)
 MARK = "QUIRE-MARK"  # a word that does not occur in any template
 
 
@@ -75,6 +83,8 @@ def check_model(
         )
     yield check_weights(directory, args, sizes, parse_quantization(hf_config))
     yield check_plan(args)
+    if args.model_impl != "transformers":
+        yield from check_images(args, directory, hf_config)
     if not args.skip_tokenizer_init:
         vocab_size, pools = sizes.config.vocab_size, resolved.runner == "pooling"
         yield from _check_text(args, directory, hf_config, vocab_size, pools, server, chat_template)
@@ -233,6 +243,54 @@ def check_plan(args: EngineArgs) -> Finding:
         detail,
         " ".join(plan.flags)
         or f"at least {plan.least_memory_bytes / GIB:.1f} GiB; quire plan {plan.model}",
+    )
+
+
+def check_images(args: EngineArgs, directory: Path, hf_config: dict[str, Any]) -> Iterator[Finding]:
+    """Says how the model reads images, or why not. Nothing about a model that is not made for it.
+
+    hf_config: of its text part.
+    """
+    if args.language_model_only:
+        return
+    try:
+        vision = find_vision(directory, hf_config, args.hf_overrides, args.mmproj)
+        if vision is not None:
+            yield passed("images", _images_detail(args, directory, vision))
+            return
+    except QuireError as error:
+        fix = "correct the file, or use --language-model-only"
+        yield failure("images", str(error), fix)
+        return
+    if not is_gguf(directory) or is_header_only(directory):
+        return
+    if read_gguf(directory).metadata.get("general.architecture") in OFTEN_WITH_IMAGES:
+        yield warning(
+            "images",
+            "the model reads text only: no mmproj-*.gguf is beside the file",
+            "put its encoder there, or name it with --mmproj; llama.cpp's convert_hf_to_gguf.py "
+            "--mmproj writes one",
+        )
+
+
+def _images_detail(args: EngineArgs, directory: Path, vision: VisionConfig) -> str:
+    """Raises ModelLoadError for a processor's file, InvalidParameterError for its settings."""
+    from ..images.families import make_family
+
+    width, height = EXAMPLE_IMAGE
+    family = make_family(vision, args.mm_processor_kwargs)
+    num_tokens = family.layout(height, width).num_rows
+    dtype = "bfloat16" if args.dtype == "auto" else args.dtype
+    size = (
+        Path(vision.file).stat().st_size
+        if vision.file
+        else encoder_bytes(vision, dtype, args.quantization)
+    )
+    origin = Path(vision.file).name if vision.file else "the model's own files"
+    most = args.limit_mm_per_prompt.get("image", MAX_IMAGES)
+    return (
+        f"{vision.family}, an encoder of {size / GIB:.2f} GiB from {origin}; {num_tokens} tokens "
+        f"for {width} x {height} pixels, at most {most} images in a prompt"
     )
 
 

@@ -19,7 +19,8 @@ from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.models.vision_config import VisionConfig
 from .layout import Crop, Layout, Part, Resize, Run, tiles
 
-Side = Annotated[int, Meta(ge=1, le=8192)]  # of a picture or a patch, in pixels
+MAX_SIDE = 8192
+Side = Annotated[int, Meta(ge=1, le=MAX_SIDE)]  # of a picture or a patch, in pixels
 Area = Annotated[int, Meta(ge=1, le=2**26)]  # in pixels
 Tokens = Annotated[int, Meta(ge=1, le=2**16)]
 Tiles = Annotated[int, Meta(ge=1, le=64)]
@@ -27,8 +28,19 @@ LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # members of PIL.Image.Resampling
 Filter = Annotated[int, Meta(ge=LANCZOS, le=BICUBIC)]
 
 
+# fields that other keys of a processor's file state, too
+SOURCES = {
+    **dict.fromkeys(("min_pixels", "max_pixels", "longest_edge"), "size"),
+    "tile": "max_image_size",
+}
+
+
 class CannotResize(ValueError):
     """The family has no rule for a picture of these sides."""
+
+
+class MalformedSetting(ValueError):
+    """A value of a processor's file, or of mm_processor_kwargs, is not what its key needs."""
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,19 +83,31 @@ def _present(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: values[name] for name in names if values.get(name) is not None}
 
 
-def _square_side(vision: VisionConfig, stated: Any) -> Any:
-    """The side of the pictures that the encoder's table of positions is made for; stated: by the
-    processor, where config.json does not.
+def _square_side(vision: VisionConfig, key: str) -> Any:
+    """The side of the pictures that the encoder's table of positions is made for; key: of the
+    processor's settings, where config.json does not say.
     """
-    side = vision.tower.get("image_size") or stated
-    return _edge(side[0] if isinstance(side, list) and side else side, "height", "longest_edge")
+    side = vision.tower.get("image_size")
+    if side:
+        return side[0] if isinstance(side, list) else side
+    stated = vision.processor.get(key)
+    return None if stated is None else _edge(key, stated, "height", "longest_edge")
 
 
-def _edge(value: Any, *names: str) -> Any:
-    """A length that is a number, or a dict with one of the keys `names`."""
+def _edge(key: str, value: Any, *names: str) -> int:
+    """A length that is a number, or a dict with one of the keys `names`. Raises MalformedSetting
+    that names `key`.
+    """
+    found = value
     if isinstance(value, dict):
-        return next((value[name] for name in names if name in value), None)
-    return value
+        found = next((value[name] for name in names if value.get(name) is not None), None)
+    if type(found) is not int or not 1 <= found <= MAX_SIDE:
+        keys = " or ".join(names)
+        raise MalformedSetting(
+            f"{key}: must be a number from 1 to {MAX_SIDE}, or an object with such a {keys}, got "
+            f"{shown(value)}"
+        )
+    return found
 
 
 # ---------------------------------------------------------------- Qwen
@@ -108,8 +132,11 @@ class Qwen(Family, frozen=True, kw_only=True):
     @classmethod
     def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
         size = given.get("size")
-        if not isinstance(size, dict):
+        if size is None:
             return given
+        if not isinstance(size, dict) or not size.keys() & {"shortest_edge", "longest_edge"}:
+            wanted = "an object with shortest_edge and longest_edge, which are areas in pixels"
+            raise MalformedSetting(f"size: must be {wanted}, got {shown(size)}")
         areas = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
         others = {name: value for name, value in given.items() if name != "size"}
         return _present(areas, areas) | others
@@ -156,7 +183,7 @@ class Gemma3(Family, frozen=True, kw_only=True):
 
     @classmethod
     def fixed(cls, vision: VisionConfig) -> dict[str, Any]:
-        return {"unit": vision.unit, "size": _square_side(vision, vision.processor.get("size"))}
+        return {"unit": vision.unit, "size": _square_side(vision, "size")}
 
     def layout(self, height: int, width: int) -> Layout:
         square = Resize(self.size, self.size)
@@ -225,10 +252,10 @@ class Pixtral(Family, frozen=True, kw_only=True):
 
     @classmethod
     def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        if "size" not in given:
+        if given.get("size") is None:
             return given
         found = {name: value for name, value in given.items() if name != "size"}
-        return found | {"longest_edge": _edge(given["size"], "longest_edge", "height")}
+        return found | {"longest_edge": _edge("size", given["size"], "longest_edge", "height")}
 
     def layout(self, height: int, width: int) -> Layout:
         side = self.unit
@@ -262,15 +289,14 @@ class Idefics3(Family, frozen=True, kw_only=True):
 
     @classmethod
     def fixed(cls, vision: VisionConfig) -> dict[str, Any]:
-        stated = vision.processor.get("max_image_size")
-        return {"unit": vision.unit, "tile": _square_side(vision, stated)}
+        return {"unit": vision.unit, "tile": _square_side(vision, "max_image_size")}
 
     @classmethod
     def renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        if "size" not in given:
+        if given.get("size") is None:
             return given
         found = {name: value for name, value in given.items() if name != "size"}
-        return found | {"longest_edge": _edge(given["size"], "longest_edge")}
+        return found | {"longest_edge": _edge("size", given["size"], "longest_edge")}
 
     def layout(self, height: int, width: int) -> Layout:
         first, tile = self._scaled(height, width), self.tile
@@ -362,7 +388,7 @@ class InternVl(Family, frozen=True, kw_only=True):
 
     @classmethod
     def fixed(cls, vision: VisionConfig) -> dict[str, Any]:
-        return {"unit": vision.unit, "size": _square_side(vision, vision.processor.get("size"))}
+        return {"unit": vision.unit, "size": _square_side(vision, "size")}
 
     def layout(self, height: int, width: int) -> Layout:
         tile, rows, columns = self.size, 1, 1
@@ -482,26 +508,38 @@ def make_family(vision: VisionConfig, kwargs: dict[str, Any]) -> Family:
     if family is None:
         problem = f"no processor of images is known for {vision.family}; known are"
         raise ModelLoadError(f"{problem} {', '.join(FAMILIES)}")
-    if vision.processor.get("do_center_crop"):
-        raise ModelLoadError("preprocessor_config.json: do_center_crop=true is not supported")
-    if vision.processor.get("do_resize") is False and family is not Lfm2Vl:  # which ignores it
-        raise ModelLoadError("preprocessor_config.json: do_resize=false is not supported")
     try:
+        _check_flags(vision.processor, family)
         # the processor of transformers cuts tiles, whatever preprocessor_config.json says
         stated = {n: v for n, v in vision.processor.items() if n != "crop_to_patches"}
         fixed = family.fixed(vision)
         found = _present(family.renamed(stated), family.settable()) | _present(fixed, fixed)
         settings = msgspec.convert(found, family)
-    except (msgspec.ValidationError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"preprocessor_config.json: {_readable(error)}") from error
+    except (msgspec.ValidationError, MalformedSetting) as error:
+        problem = _readable(error, vision.processor)
+        raise ModelLoadError(f"{vision.processor_file}: {problem}") from error
     return with_settings(settings, kwargs)
+
+
+def _check_flags(processor: dict[str, Any], family: type[Family]) -> None:
+    """Requires that pictures are resized, and not cut at their center. Raises MalformedSetting."""
+    needed = {"do_center_crop": False, "do_resize": True}
+    if family is Lfm2Vl:  # which ignores it
+        del needed["do_resize"]
+    for name, value in needed.items():
+        if processor.get(name) not in (None, value):
+            problem = f"{name}: must be {str(value).lower()}, got {shown(processor[name])}"
+            raise MalformedSetting(problem)
 
 
 def with_settings(family: Family, kwargs: dict[str, Any]) -> Family:
     """The family with the settings of `kwargs`. Raises InvalidParameterError."""
     if not kwargs:
         return family
-    given = family.renamed(kwargs)
+    try:
+        given = family.renamed(kwargs)
+    except MalformedSetting as error:
+        raise InvalidParameterError("mm_processor_kwargs", str(error)) from error
     for name in given:
         if name not in family.settable():
             raise InvalidParameterError(
@@ -512,10 +550,15 @@ def with_settings(family: Family, kwargs: dict[str, Any]) -> Family:
     try:
         return msgspec.convert(msgspec.structs.asdict(family) | given, type(family))
     except msgspec.ValidationError as error:
-        raise InvalidParameterError("mm_processor_kwargs", _readable(error)) from error
+        raise InvalidParameterError("mm_processor_kwargs", _readable(error, kwargs)) from error
 
 
-def _readable(error: Exception) -> str:
-    """msgspec's "Expected `int` <= 8192 - at `$.size`" as "size: expected `int` <= 8192"."""
+def _readable(error: Exception, stated: dict[str, Any]) -> str:
+    """msgspec's "Expected `int` <= 8192 - at `$.max_pixels`" as "max_pixels: expected `int` <=
+    8192", with the key of `stated` that it comes from.
+    """
     text, _, path = str(error).partition(" - at `$.")
-    return f"{path.rstrip('`')}: {text[:1].lower()}{text[1:]}" if path else text
+    name = path.rstrip("`")
+    if (source := SOURCES.get(name)) is not None and name not in stated and source in stated:
+        name = f"{source} ({name})"
+    return f"{name}: {text[:1].lower()}{text[1:]}" if path else text

@@ -151,10 +151,7 @@ def render_with_images(
             messages, traits.image_roles, placeholder or "", traits.text_parts
         )
     if continue_final_message:
-        content = messages[-1].get("content") or ""
-        messages[-1]["content"] = (
-            content + CONTINUE_MARK if isinstance(content, str) else _with_mark(content)
-        )
+        messages[-1]["content"] = _with_mark(messages[-1].get("content") or "")
     text = _render(
         template,
         dict(
@@ -168,9 +165,11 @@ def render_with_images(
     return RenderedChat(_cut_at_mark(text) if continue_final_message else text, images)
 
 
-def _with_mark(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the parts of a content with CONTINUE_MARK at the end of its text."""
-    *before, last = parts
+def _with_mark(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Returns a content with CONTINUE_MARK at the end of its text."""
+    if isinstance(content, str):
+        return content + CONTINUE_MARK
+    *before, last = parts = content
     if last["type"] != "text":
         return [*parts, {"type": "text", "text": CONTINUE_MARK}]
     return [*before, {**last, "text": last["text"] + CONTINUE_MARK}]

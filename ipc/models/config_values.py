@@ -12,9 +12,9 @@ from ..errors import ModelLoadError
 MOST_OF_A_SIZE = 2**31 - 1  # far above any model: a larger value is a mistake
 
 
-def malformed(key: str, wanted: str, value: Any) -> ModelLoadError:
+def malformed(key: str, wanted: str, value: Any, file: str = "config.json") -> ModelLoadError:
     """The error for a value that is not what `wanted` says, such as "true or false"."""
-    return ModelLoadError(f"config.json: {key} must be {wanted}, got {value!r:.100}")
+    return ModelLoadError(f"{file}: {key} must be {wanted}, got {value!r:.100}")
 
 
 def integer(key: str, value: Any, most: int = MOST_OF_A_SIZE, least: int = 1) -> int:

@@ -112,6 +112,7 @@ def vision_of_mmproj(path: Path, model: Path, hf_config: dict[str, Any]) -> Visi
         hidden_size=width,
         tower=_tower_keys(own, deep),
         whole=_whole_keys(own) | {"text_config": of_text},
+        processor_file=path.name,
         processor=_processor_keys(own, name),
         image_token_id=_placeholder(text, name),
         unit=1,

@@ -21,6 +21,7 @@ class VisionConfig(msgspec.Struct, frozen=True, kw_only=True):
     # keys of the whole config.json beside its parts, such as those of a projector
     whole: dict[str, Any] = {}
     processor: dict[str, Any] = {}  # preprocessor_config.json, or its part of processor_config.json
+    processor_file: str = "preprocessor_config.json"  # the name of that one
     image_token_id: int  # the placeholder that a row of the encoder replaces
     unit: int  # pixels on each side of the square that one row stands for
     # how many vectors a row has: one for the embedding, and one for each of the first layers of the

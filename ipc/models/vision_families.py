@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ..errors import ModelLoadError
 from .config_values import malformed
 from .encoder_config import Keys
 from .vision_config import VisionConfig
@@ -94,17 +95,37 @@ class TowerKeys(Keys):
         return heads
 
     def channels(self, mean: tuple[float, ...] = HALF, std: tuple[float, ...] = HALF) -> Any:
-        """Tower's `mean` and `std`; the arguments are of a preprocessor that does not say."""
-        found = {}
-        for field, default in (("mean", mean), ("std", std)):
-            value = self.vision.processor.get(f"image_{field}") or list(default)
+        """Tower's `mean` and `std`, of values from 0 to 1; the arguments are of a preprocessor that
+        does not say. A processor has (byte * rescale_factor - image_mean) / image_std.
+        """
+        rescales, normalizes = self._flag("do_rescale"), self._flag("do_normalize")
+        factor = self._processor_get("rescale_factor", 1 / 255) if rescales else 1.0
+        if not _is_number(factor) or not 0 < factor <= 1:
+            raise self._malformed("rescale_factor", "a number above 0 and at most 1", factor)
+        scale = factor * 255 if abs(factor * 255 - 1) > 1e-6 else 1.0
+        found = {"mean": (0.0,) * 3, "std": (1 / scale,) * 3}
+        for field, default in (("mean", mean), ("std", std)) if normalizes else ():
+            value = self._processor_get(f"image_{field}", list(default))
             is_list = isinstance(value, list) and len(value) == 3
-            if not is_list or not all(isinstance(one, (int, float)) for one in value):
-                raise malformed(f"image_{field}", "a list of 3 numbers", value)
+            if not is_list or not all(map(_is_number, value)):
+                raise self._malformed(f"image_{field}", "a list of 3 numbers", value)
             if field == "std" and min(value) <= 0:
-                raise malformed("image_std", "a list of 3 numbers above 0", value)
-            found[field] = tuple(float(one) for one in value)
+                raise self._malformed("image_std", "a list of 3 numbers above 0", value)
+            found[field] = tuple(one / scale for one in value)
         return found
+
+    def _processor_get(self, name: str, default: Any) -> Any:
+        value = self.vision.processor.get(name)
+        return default if value is None else value
+
+    def _malformed(self, name: str, wanted: str, value: Any) -> ModelLoadError:
+        return malformed(name, wanted, value, self.vision.processor_file)
+
+    def _flag(self, name: str) -> bool:
+        value = self._processor_get(name, True)
+        if not isinstance(value, bool):
+            raise self._malformed(name, "true or false", value)
+        return value
 
     def square_root(self, name: str, value: int) -> int:
         """The side of a square table of `value` rows."""
@@ -112,6 +133,10 @@ class TowerKeys(Keys):
         if side * side != value:
             raise malformed(name, "a square number", value)
         return side
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e6  # NaN is not
 
 
 def tower_of(vision: VisionConfig) -> Tower:

@@ -46,6 +46,7 @@ def find_vision(
     family, text = FAMILIES[READERS[name]], whole.get("text_config") or {}
     beside = {key: value for key, value in whole.items() if key not in _PARTS}
     beside["text_config"] = {key: text[key] for key in _OF_THE_TEXT if key in text}
+    processor, processor_file = _read_processor(directory)
     deep = tower.get("deepstack_visual_indexes", family.deepstack)
     if not isinstance(deep, list | tuple):
         raise malformed("deepstack_visual_indexes", "a list of layers", deep)
@@ -54,7 +55,8 @@ def find_vision(
         hidden_size=hf_config["hidden_size"],
         tower=tower,
         whole=beside,
-        processor=_read_processor(directory),
+        processor=processor,
+        processor_file=processor_file,
         image_token_id=_image_token(family, whole),
         unit=1,  # follows from the tower
         num_vectors=1 + len(deep),
@@ -77,13 +79,15 @@ def _name_of(whole: dict[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _read_processor(directory: Path) -> dict[str, Any]:
-    own = read_json_if_exists(directory / "preprocessor_config.json")
-    if own:
-        return own
-    whole = read_json_if_exists(directory / "processor_config.json")
-    part = whole.get("image_processor")
-    return part if isinstance(part, dict) else {}
+def _read_processor(directory: Path) -> tuple[dict[str, Any], str]:
+    """The settings of the processor, and the name of their file."""
+    own = read_json_if_exists(directory / (name := "preprocessor_config.json"))
+    if not own:
+        whole = read_json_if_exists(directory / (name := "processor_config.json"))
+        own = {} if whole.get("image_processor") is None else whole["image_processor"]
+    if not isinstance(own, dict):
+        raise malformed("image_processor", "an object", own, name)
+    return own, name
 
 
 def _image_token(family: VisionFamily, whole: dict[str, Any]) -> int:

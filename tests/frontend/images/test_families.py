@@ -5,6 +5,7 @@ processors of transformers.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -222,7 +223,8 @@ def test_same_pixels_as_transformers_of_200_pictures(
         (Gemma3(unit=56), {"do_pan_and_scan": 1}, "do_pan_and_scan: expected `bool`"),
         (Gemma3(unit=56), {"size": 100}, "has the unknown key 'size'"),
         (Gemma4(unit=48), {"max_soft_tokens": 1121}, "max_soft_tokens: expected `int` <= 1120"),
-        (Pixtral(unit=16), {"size": {"width": 5}}, "longest_edge: expected `int`, got `null`"),
+        (Pixtral(unit=16), {"size": {"width": 5}}, "size: must be a number from 1 to 8192"),
+        (Qwen(unit=32), {"size": "x"}, "size: must be an object with shortest_edge and"),
         (Idefics3(unit=28), {"resample": 6}, "resample: expected `int` <= 3"),
         (InternVl(unit=28), {"max_patches": 65}, "max_patches: expected `int` <= 64"),
         (InternVl(unit=28), {"min_patches": 20}, "min_patches=20 is more than max_patches=12"),
@@ -249,10 +251,38 @@ def test_settings_of_the_files_and_of_kwargs() -> None:
     with pytest.raises(ModelLoadError, match="preprocessor_config.json: max_pixels: expected"):
         make_family(msgspec.structs.replace(vision, processor={"max_pixels": -1}), {})
     for key, value in (("do_center_crop", True), ("do_resize", False)):
-        with pytest.raises(ModelLoadError, match=f"{key}=.* is not supported"):
+        with pytest.raises(ModelLoadError, match=f"{key}: must be"):
             make_family(msgspec.structs.replace(vision, processor={key: value}), {})
     with pytest.raises(ModelLoadError, match="no processor of images is known for llava"):
         make_family(msgspec.structs.replace(vision, family="llava"), {})
+
+
+MALFORMED = ("x", -1, 0, 1.5, 2**70, [], [1], {"a": 1}, {"longest_edge": -5}, float("nan"))
+# keys of every family's file, and what transformers takes of them without a look
+READ = {
+    "size": {"gemma4", "gemma4_unified", "lfm2_vl"},
+    "resample": set(),
+    "do_resize": {"lfm2_vl"},
+    "do_center_crop": set(),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_malformed_values_of_files(name: str) -> None:
+    """The error names the file and the key; nothing is silently a default."""
+    keys = {key for key, unread in READ.items() if name not in unread}
+    keys |= {*FAMILIES[name].settable()} - {"crop_to_patches"}  # which the processor sets itself
+    for key in keys:
+        for value in MALFORMED:
+            vision = image_processors.vision_config(
+                name, 32, processor={key: value}, processor_file="processor_config.json"
+            )
+            try:
+                family = make_family(vision, {})
+            except ModelLoadError as error:
+                assert re.match(rf"processor_config.json: .*\b{key}\b", str(error)), value
+            else:
+                assert getattr(family, key, None) == value or key in READ
 
 
 @pytest.mark.parametrize(

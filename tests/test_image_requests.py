@@ -5,6 +5,7 @@ every API gives the same tokens.
 from __future__ import annotations
 
 import base64
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 from PIL import Image
-from quire import LLM, InvalidParameterError, SamplingParams
+from quire import LLM, EngineArgs, InvalidParameterError, SamplingParams
+from quire.frontend.cli.generate import main as generate
+from quire.frontend.diagnosis.model import check_model
 from quire.tests.frontend.cli.command import QUIRE
 from quire.tests.frontend.server.conftest import running_server
 from quire.tests.pictures import encoded
@@ -209,6 +212,25 @@ def test_the_terminal_gives_it_too(server, model, tmp_path) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == answers(server, picture(0))["chat"].strip()
+
+
+def test_generate_takes_files(model, tmp_path, capfd) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(encoded(picture(0)))
+    flags = ["--model", str(model), "--max-model-len", "512", "--num-threads", "1"]
+    flags += ["--engine", "inproc", "--max-tokens", "2", "--json", "--image", str(path)]
+    assert generate(["<|image_pad|>What?", *flags]) == 0
+    assert json.loads(capfd.readouterr().out)["usage"]["completion_tokens"] == 2
+    assert generate(["What?", *flags]) == 2
+    assert "must have <|image_pad|> once for each image: 1 times, got 0" in capfd.readouterr().err
+
+
+def test_doctor_says_how_images_are_read(model) -> None:
+    found = {finding.name: finding for finding in check_model(EngineArgs(str(model)))}
+    assert found["images"].status == "pass"
+    assert "54 tokens for 1024 x 768 pixels, at most 16" in found["images"].detail
+    found = {one.name: one for one in check_model(EngineArgs("bundled"))}
+    assert "images" not in found
 
 
 def test_a_bad_image_ends_its_request_alone(server) -> None:

@@ -47,6 +47,7 @@ def compare(case: Case, processor: Any, number: int) -> tuple[int, int, int, int
     """(pictures compared, values, values that differ, by more than 1, the largest difference)"""
     preparer, prompt = preparer_of(case), sole_prompt_of(case)
     compared = values = different = far = most = 0
+    problem = ""
     for ours, theirs in given_pictures(number):
         try:
             made = processor(images=[theirs], text=prompt, return_tensors="pt", **case.kwargs)

@@ -77,8 +77,12 @@ class ImagePreparer:
         """What stands for an image in the text of a prompt."""
         return self._family.placeholder
 
-    @cached_property
+    @property
     def places(self) -> dict[int, str]:
+        return self._places
+
+    @cached_property
+    def _places(self) -> dict[int, str]:
         """The tokens that stand for images, with their texts: the placeholder, and the one whose
         place a row of the encoder takes.
         """

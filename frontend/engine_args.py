@@ -21,6 +21,7 @@ from ..ipc.config import (
     LoadConfig,
     LoRAConfig,
     ModelSettings,
+    MultiModalConfig,
     SchedulerConfig,
     ServiceConfig,
     config_fields,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     class EngineArguments(
         ServiceConfig,
         DeviceSettings,
+        MultiModalConfig,
         LoRAConfig,
         SchedulerConfig,
         CacheConfig,

@@ -77,6 +77,7 @@ def encoders(args: argparse.Namespace) -> None:
         for name, flags in (("Quire bf16", ()), ("Quire int8", ("--quantization", "int8"))):
             made = process(sys.executable, "quire", args, *flags)
             engines[name] = stack.enter_context(made)
+            engines[name](noise(args.side))  # warms up before the next one starts
         server = stack.enter_context(llama(args, "-fa", args.flash_attention))
 
         def encode(image: Image.Image) -> float:
@@ -84,15 +85,16 @@ def encoders(args: argparse.Namespace) -> None:
             return server.complete(MARKER, image, **options)["timings"]["prompt_ms"] / 1e3
 
         engines["llama.cpp f16"] = encode
+        encode(noise(args.side))
         if args.openvino:
             made = process(args.openvino, "openvino", args)
             engines["OpenVINO bf16"] = stack.enter_context(made)
+            engines["OpenVINO bf16"](noise(args.side))
         seconds: dict[str, list[float]] = {name: [] for name in engines}
-        for number in range(-1, args.rounds):
+        for _ in range(args.rounds):
             for name, engine in engines.items():
-                took = engine(noise(args.side))
-                if number >= 0:  # the first round warms up
-                    seconds[name].append(took)
+                seconds[name].append(engine(noise(args.side)))
+                print(f"{name}: {seconds[name][-1]:.3f} s", file=sys.stderr, flush=True)
         for name, own in seconds.items():
             ratio = statistics.median(a / b for a, b in zip(own, seconds["Quire bf16"]))
             every = " ".join(f"{one:.2f}" for one in own)

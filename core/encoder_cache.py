@@ -80,6 +80,10 @@ class EncoderCache:
             start = image.end_row
         return start if self.num_rows - start >= num_rows else None
 
+    def is_unused(self, step: int) -> bool:
+        """Whether the step being made uses none."""
+        return all(image.last_step < step for image in self._images.values())
+
     def drop(self, digest: bytes) -> None:
         """The image was not encoded."""
         del self._images[digest]

@@ -22,6 +22,7 @@ class ImageLimits(NamedTuple):
     # of an image whose tokens see each other: one step computes them, and in layers with a window
     # each sees all of them. By the name of the setting; empty: of other models
     most_tokens: dict[str, int]
+    has_chunks: bool  # otherwise a step needs all images of a prompt
 
     @classmethod
     def of(cls, config: EngineConfig) -> ImageLimits | None:
@@ -34,7 +35,8 @@ class ImageLimits(NamedTuple):
             budget = resolved(config.scheduler_config.max_num_batched_tokens)
             window = config.model_config.hf_config.get("sliding_window") or budget
             most_tokens = {"max_num_batched_tokens": budget, "sliding_window": window}
-        return cls(vision, encoder_cache_tokens(config), most_tokens)
+        has_chunks = config.scheduler_config.enable_chunked_prefill
+        return cls(vision, encoder_cache_tokens(config), most_tokens, has_chunks)
 
 
 def image_problem(request: EngineCoreRequest, limits: ImageLimits | None) -> str:
@@ -47,6 +49,12 @@ def image_problem(request: EngineCoreRequest, limits: ImageLimits | None) -> str
         if problem:
             return f"[{number}].{problem}"
         end = item.end
+    num_rows = sum({item.digest: item.num_rows for item in request.images}.values())
+    if not limits.has_chunks and num_rows > limits.most_rows:
+        return (
+            f"must have at most encoder_cache_tokens={limits.most_rows} rows together with "
+            f"enable_chunked_prefill=False, got {num_rows}"
+        )
     return ""
 
 

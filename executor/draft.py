@@ -28,6 +28,7 @@ from .program.step_program import record_step
 from .runner.assembly import RunnerState, no_buffers
 from .runner.cuda_graphs import Capture, GraphedStep
 from .runner.device_inputs import DeviceInputMaker
+from .runner.image_table import ImageTable
 from .runner.speculation.draft_head import HeadDrafter
 from .runner.speculation.draft_model import DraftModel
 from .runner.speculation.draft_passes import DraftPasses
@@ -122,6 +123,10 @@ class Draft:
         max_model_len = resolved(model_config.max_model_len)
         if method == "draft_model":
             self._builder = own = _DraftModelBuilder(config, builder.dtype, *kv_cache, isa)
+            layers = map(own.shape.layer, range(own.shape.num_hidden_layers))
+            if any(layer.mixer is not None for layer in layers):
+                problem = "model: must have no layers that keep states"
+                raise InvalidParameterError("speculative_config", problem)
             if own.shape.is_bidirectional:
                 raise InvalidParameterError("speculative_config", "model: must generate text")
             self._drafter_of = partial(
@@ -148,18 +153,22 @@ class Draft:
         passes = []
         for depth, (built, forward) in enumerate(zip(self._built, forwards)):
             ahead = first + depth
-            make_inputs = self._make_inputs(ahead, forward)
-            passes.append(DraftPasses(built, ops, batch, make_inputs, ahead, forward))
+            # a model that drafts reads the text alone
+            images = None if built.images is None else self._state.images
+            make_inputs = self._make_inputs(ahead, forward, images)
+            passes.append(DraftPasses(built, ops, batch, make_inputs, ahead, forward, images))
         return self._drafter_of(passes, batch)
 
     def _make_inputs(
-        self, ahead: int, forward: Forward | None
+        self, ahead: int, forward: Forward | None, images: ImageTable | None
     ) -> StepInputMaker | DeviceInputMaker:
         tables, block_size = self._state.tables, self._state.batch.block_size
         if tables is None:
-            return StepInputMaker(self._state.batch, block_size, tokens_ahead=ahead)
+            batch = self._state.batch
+            return StepInputMaker(batch, block_size, tokens_ahead=ahead, images=images)
         buffers = forward.buffers if isinstance(forward, GraphedStep) else no_buffers
-        return DeviceInputMaker(tables, block_size, self._builder.ops, buffers, tokens_ahead=ahead)
+        parts = tables, block_size, self._builder.ops, buffers
+        return DeviceInputMaker(*parts, images=images, tokens_ahead=ahead)
 
     @property
     def weights_bytes(self) -> int:
@@ -215,7 +224,9 @@ class Draft:
         num_logits: None: of all tokens.
         """
         num_logits = num_tokens if num_logits is None else num_logits
-        step = dummy_step(num_tokens, num_logits, self._num_groups, self._device)
+        has_images = self.drafter.passes.model.images is not None
+        sizes = num_tokens, num_logits, self._num_groups, self._device
+        step = dummy_step(*sizes, has_images=has_images)
         with torch.inference_mode():
             self.drafter.passes.run(*step)
 

@@ -37,6 +37,8 @@ class HeadBuilder:
 
     def __init__(self, config: EngineConfig, method: str, builder: ModelBuilder, model: Model):
         self._config, self._method, self._builder = config, method, builder
+        # positions of a head for multi-token prediction have the model's components
+        self._images = model.images if method == "mtp" else None
         self.weights_bytes = 0
         target, hf_config = builder.shape, config.model_config.hf_config
         if not isinstance(model, Decoder):
@@ -95,7 +97,9 @@ class HeadBuilder:
 
     def _make_layers(self) -> LayerFactory:
         builder, quantization = self._builder, self._config.model_config.quantization
-        return LayerFactory(self.ops, builder.dtype, builder.device, quantization)
+        return LayerFactory(
+            self.ops, builder.dtype, builder.device, quantization, images=self._images
+        )
 
     def _in_stage(self, layers: list[int]) -> list[int]:
         return [layer for layer in layers if layer in self._layer_range]

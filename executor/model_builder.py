@@ -96,8 +96,8 @@ def make_encoder(
     config: EngineConfig, dtype: torch.dtype, device: torch.device, cpu_isa: str
 ) -> tuple[ImageEncoder, int] | None:
     """Makes the encoder of images of the configuration's model, unfilled, and says how many bytes
-    its weights take; None: the model reads no images. All ranks have the whole encoder. Its linear
-    layers are quantized as those of the model are.
+    its weights take; None: the model reads no images. Each rank of the first stage has the whole
+    encoder. Its linear layers are quantized as those of the model are.
     """
     if config.model_config.vision is None:
         return None
@@ -235,13 +235,13 @@ class ModelBuilder:
         return wanted is not None and wanted.method in ("mtp", "eagle3")
 
     def _make_images(self) -> ImageReader | None:
-        """The table of encoded images, which each rank has and fills. None: the model reads no
-        images.
+        """The table of encoded images, which each rank of the first stage has and fills. None: the
+        model reads no images.
         """
         vision = self.config.model_config.vision
         if vision is None:
             return None
-        num_rows = encoder_cache_tokens(self.config)
+        num_rows = encoder_cache_tokens(self.config) if self.group.stages.is_first else 0
         return ImageReader(vision, num_rows, self.ops, self.dtype, self.device)
 
     def _check_size(

@@ -356,8 +356,10 @@ class Worker:
         """
         if self.device.type == "cpu":
             free = devices.free_host_bytes(has_standby=self.config.service_config.standby)
-            # pages of the table are taken when they are written
-            return free // self.group.num_on_machine - table_bytes(self.config, self.dtype.itemsize)
+            # pages of the table, which the first stage has, are taken when they are written
+            free //= self.group.num_on_machine
+            is_first = self.group.stages.is_first
+            return free - is_first * table_bytes(self.config, self.dtype.itemsize)
         scheduler_config = self.config.scheduler_config
         self._cache.bind(self.model.attention_layers(), 1)
         if self._states is not None:

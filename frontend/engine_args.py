@@ -28,7 +28,6 @@ from ..ipc.config import (
 )
 from ..ipc.errors import InvalidParameterError
 from ..ipc.kv_events import check_kv_events
-from ..ipc.models.encoder_memory import check_images
 from ..ipc.models.expert_parallel import check_expert_parallel
 from ..ipc.models.pooling import Pooling
 from ..ipc.models.ranks import check_ranks
@@ -160,7 +159,6 @@ class EngineArgs(EngineArguments):  # type: ignore[misc]
         )
         check_ranks(resolved)
         check_expert_parallel(resolved)
-        check_images(resolved)
         return resolved
 
     def attach_to(self, config: EngineConfig) -> EngineConfig:

@@ -169,14 +169,17 @@ class TorchHead:
         """[T, hidden_size]: the states of the model after its last norm."""
         return self.model.model(torch.tensor([token_ids])).last_hidden_state[0]
 
+    def embed(self, token_ids: list[int]) -> Tensor:
+        """[T, hidden_size]"""
+        return self.model.get_input_embeddings()(torch.tensor(token_ids))
+
     @torch.no_grad()
     def logits(self, depth: int, token_ids: list[int], state: Tensor) -> tuple[Tensor, Tensor]:
         """token_ids [T]: those that the head at this depth reads; state [T, hidden_size] -> logits
         [T, vocab_size] and the next state.
         """
         own = 0 if self.kind in QWEN else depth
-        embedding = self.model.get_input_embeddings()
-        token = self._norm(embedding(torch.tensor(token_ids)), f"{own}.token_norm")
+        token = self._norm(self.embed(token_ids), f"{own}.token_norm")
         joined = torch.cat([token, self._norm(state, f"{own}.hidden_norm")], 1)
         x = joined @ self.tensors[f"{own}.fc"].T
         x = self._qwen_layer(x, depth) if self.kind in QWEN else self._layers(x, depth)

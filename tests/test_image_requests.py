@@ -4,8 +4,11 @@ every API gives the same tokens.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,16 +17,22 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 import pytest
+import torch
 from PIL import Image
-from quire import LLM, EngineArgs, InvalidParameterError, SamplingParams
+from quire import LLM, AsyncLLM, EngineArgs, InvalidParameterError, PoolingParams, SamplingParams
 from quire.frontend.cli.generate import main as generate
 from quire.frontend.diagnosis.model import check_model
+from quire.ipc.params import RequestOutputKind
+from quire.tests.client_forms import make_async_engine
 from quire.tests.frontend.cli.command import QUIRE
 from quire.tests.frontend.server.conftest import running_server
 from quire.tests.pictures import encoded
 from quire.tests.seeing_models import MARKS, save_seeing_model
+from quire.tests.tiny_vision import transformers_inputs
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+RAW = PoolingParams(use_activation=False)
+UNCHANGED = {"qwen3_5": (64, 40), "gemma3": (24, 24)}  # sizes of pictures that are not resized
 WHAT = {"type": "text", "text": "What?"}
 
 
@@ -39,7 +48,8 @@ def url_of(image: Image.Image) -> str:
 @pytest.fixture(scope="module", params=MARKS)
 def seeing(request, tmp_path_factory) -> Iterator[tuple[str, LLM]]:
     directory = save_seeing_model(tmp_path_factory.mktemp(request.param), request.param)
-    with LLM(str(directory), engine="inproc", max_model_len=512, num_threads=1) as llm:
+    settings = {"max_model_len": 512, "num_threads": 1, "dtype": "float32"}
+    with LLM(str(directory), engine="inproc", **settings) as llm:
         yield request.param, llm
 
 
@@ -62,6 +72,9 @@ def test_forms_of_a_picture(seeing, tmp_path) -> None:
         {"type": "image_url", "image_url": url_of(image)},
     ):
         assert ask(llm, part) == first
+    llm.sleep()
+    llm.wake_up()
+    assert ask(llm, {"type": "image", "image": image}) == first
     others = [ask(llm), ask(llm, {"type": "image", "image": picture(1)})]
     if seeing[0] == "qwen3_5":  # the other model writes one token again and again
         assert first not in others and others[0] != others[1]
@@ -99,8 +112,26 @@ def test_embeddings(seeing) -> None:
     plain, first, other, again = (o.outputs.data for o in llm.embed(prompts, use_tqdm=False))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other) and not np.array_equal(first, plain)
-    [by_token] = llm.encode(prompts[1], pooling_task="token_embed", use_tqdm=False)
-    assert by_token.outputs.data.shape[0] == len(by_token.prompt_token_ids)
+    image = picture(0, *UNCHANGED[kind])
+    prompt = {"prompt": text, "multi_modal_data": {"image": image}}
+    [by_token] = llm.encode(prompt, RAW, pooling_task="token_embed", use_tqdm=False)
+    pixels = torch.from_numpy(np.array(image))
+    hidden = hidden_states(llm, kind, by_token.prompt_token_ids, pixels)
+    torch.testing.assert_close(torch.tensor(by_token.outputs.data), hidden, atol=2e-4, rtol=2e-4)
+    [whole] = llm.embed(prompt, use_tqdm=False)
+    expected = torch.nn.functional.normalize(hidden[-1], dim=0)
+    torch.testing.assert_close(torch.tensor(whole.outputs.data), expected, atol=2e-4, rtol=2e-4)
+
+
+@torch.inference_mode()
+def hidden_states(llm: LLM, kind: str, tokens: list[int], pixels: torch.Tensor) -> torch.Tensor:
+    """[T, hidden_size]: transformers' last hidden states of a prompt with an image."""
+    from transformers import AutoModelForImageTextToText
+
+    config = llm.llm_engine.config.model_config
+    whole = AutoModelForImageTextToText.from_pretrained(config.model, dtype=torch.float32).eval()
+    inputs = transformers_inputs(whole, kind, tokens, [pixels], config.vision.image_token_id)
+    return whole.model(use_cache=False, **inputs).last_hidden_state[0]
 
 
 def test_the_encoder_can_be_left_out(seeing) -> None:
@@ -193,6 +224,23 @@ def test_embeddings_over_http(server) -> None:
     assert embed(first) == embed(first)
     assert embed(first) != embed(other) and embed(first) != embed()
 
+    def embed_as_cohere(**what: Any) -> Any:
+        answer = server.post("/v2/embed", json={"model": "tiny", **what})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    inputs = [{"content": [part, WHAT]} for part in (first, other)] + [{"content": "What?"}]
+    found = embed_as_cohere(inputs=inputs)
+    assert found["embeddings"]["float"] == [embed(first), embed(other), embed()]
+    urls = [url_of(picture(i)) for i in (0, 1)]
+    found = embed_as_cohere(images=urls, input_type="image")
+    assert found["meta"]["billed_units"]["images"] == 2 and found["texts"] == []
+    alone = embed_as_cohere(inputs=[{"content": [first]}, {"content": [other]}])
+    assert found["embeddings"] == alone["embeddings"]
+    body = {"model": "tiny", "images": [urls[0], "data:image/png;base64,aGk="]}
+    answer = server.post("/v2/embed", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "images[1]")
+
 
 def test_the_terminal_gives_it_too(server, model, tmp_path) -> None:
     (tmp_path / "a.png").write_bytes(encoded(picture(0)))
@@ -240,3 +288,38 @@ def test_a_bad_image_ends_its_request_alone(server) -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "messages[0].content[0].image_url.url"
     assert answers(server, picture(0))
+
+
+def test_a_killed_engine_continues_an_answer(model) -> None:
+    """The frontend sends the pixels to the engine that takes its place."""
+    params = SamplingParams(
+        temperature=1.0,
+        seed=4,
+        max_tokens=180,  # many, so that the engine dies before the last one
+        ignore_eos=True,
+        output_kind=RequestOutputKind.CUMULATIVE,
+    )
+    text = f"{MARKS['qwen3_5'][1]}What?"
+    prompt = {"prompt": text, "multi_modal_data": {"image": picture(0)}}
+
+    async def answer(llm: AsyncLLM, name: str, is_killed: bool) -> list[int]:
+        found: list[int] = []
+        async for output in llm.generate(prompt, params, name):
+            found = list(output.outputs[0].token_ids)
+            if is_killed and len(found) >= 5:
+                is_killed = False
+                os.kill(llm.client.engine_pid, signal.SIGKILL)
+        return found
+
+    async def run_both() -> None:
+        settings = {"model": str(model), "max_model_len": 512, "num_threads": 1}
+        llm = make_async_engine("process async", **settings)
+        try:
+            undisturbed = await answer(llm, "a", is_killed=False)
+            assert await answer(llm, "b", is_killed=True) == undisturbed
+            assert llm.client.restarts.by_cause.total() == 1
+            assert (await llm.get_metrics())["num_images_encoded"] == 1  # by the second engine
+        finally:
+            await llm.shutdown_async()
+
+    asyncio.run(run_both())

@@ -12,12 +12,17 @@ import torch
 from quire.core.engine_core import EngineCore
 from quire.executor.executor import make_executor
 from quire.frontend.engine_args import EngineArgs
+from quire.ipc.config import EngineConfig
 from quire.ipc.errors import InvalidParameterError
+from quire.ipc.lora import LoRARequest
 from quire.ipc.messages import Array, EngineCoreRequest, ImageItem, digest_of
 from quire.ipc.models.vision_config import VisionConfig, grid_of
 from quire.ipc.params import SamplingParams
 from quire.tests.core.engine_loop import Answer, run
+from quire.tests.core.test_loras import finish
 from quire.tests.executor.on_device import LateCopies, keep_on_device
+from quire.tests.executor.rank_threads import RankThreads
+from quire.tests.lora_adapters import adapted_weights, merge, random_pairs, write_peft
 from quire.tests.tiny_vision import (
     IMAGE_TOKEN,
     OTHER_KINDS,
@@ -37,11 +42,15 @@ def saved(request, tmp_path_factory):
     return request.param, save_tiny_vision_model(directory, request.param), directory
 
 
-def start(directory, **arguments) -> EngineCore:
+def configure(directory, **arguments) -> EngineConfig:
     defaults = {"max_model_len": 512, "num_threads": 1, "num_gpu_blocks_override": 200}
     defaults |= {"dtype": "float32", "max_num_seqs": 8, "encoder_cache_tokens": 500}
     defaults |= {"state_checkpoint_interval": 16}  # prefixes of hybrids are found at their ends
-    config = EngineArgs(str(directory), **{**defaults, **arguments}).create_engine_config()
+    return EngineArgs(str(directory), **{**defaults, **arguments}).create_engine_config()
+
+
+def start(directory, **arguments) -> EngineCore:
+    config = configure(directory, **arguments)
     return EngineCore(config, make_executor(config), check_every_step=True)
 
 
@@ -76,7 +85,7 @@ def request_of(core: EngineCore, name: str, parts: list[Any], **fields) -> Engin
 def answers(core: EngineCore, *requests: EngineCoreRequest) -> dict[str, list[int]]:
     for request in requests:
         core.add_request(request)
-    found = run(core)[0]
+    found = finish(core)
     errors = {name: answer.error for name, answer in found.items() if answer.error}
     assert not errors
     return {name: answer.tokens for name, answer in found.items()}
@@ -236,25 +245,60 @@ def test_texts_have_the_bits_that_they_have_without_an_encoder(saved, alone):
     assert answers(core, request) == {"none": alone["none"]}
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
-def test_each_rank_encodes_whole_images(kind, tmp_path):
-    model = save_tiny_vision_model(tmp_path, kind)
-    core = start(tmp_path, tensor_parallel_size=2, max_num_batched_tokens=16)
-    try:
-        for name, parts in parts_of(kind).items():
-            pictures = [part for part in parts if not isinstance(part, list)]
-            request = request_of(core, name, parts)
-            prompt = request.prompt_token_ids
-            wanted = transformers_tokens(model, kind, prompt, pictures, NUM_TOKENS)
-            assert answers(core, request) == {name: wanted}, name
-    finally:
-        core.shutdown()
+# the first stage has the layers that add rows; windows are equal in all stages
+_FULL = {"num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
+_WINDOWS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+LAYERS: dict[str, dict[str, Any]] = {"gemma3": _WINDOWS, "qwen3_vl": _FULL, "qwen3_5": {}}
 
 
-def test_what_an_engine_that_reads_images_does_not_do(saved):
-    _, _, directory = saved
-    for name, value in (("enable_chunked_prefill", False), ("pipeline_parallel_size", 2)):
-        with pytest.raises(InvalidParameterError, match=f"{name}: must be .* reads images"):
-            EngineArgs(str(directory), max_model_len=256, **{name: value}).create_engine_config()
-        settings = {"language_model_only": True, name: value}
-        EngineArgs(str(directory), max_model_len=256, **settings).create_engine_config()
+@pytest.mark.parametrize(
+    ("kind", "size", "num_stages"),
+    [("qwen3_vl", 2, 1), ("qwen3_vl", 1, 2), ("gemma3", 2, 2), ("qwen3_5", 2, 2)],
+)
+def test_ranks_and_stages(kind, size, num_stages, tmp_path):
+    """Each rank of the first stage encodes whole images, and positions reach every stage."""
+    model = save_tiny_vision_model(tmp_path, kind, text=LAYERS[kind])
+    sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": num_stages}
+    ranks = RankThreads(configure(tmp_path, max_num_batched_tokens=48, **sizes))
+    core = EngineCore(ranks.config, ranks, check_every_step=True)
+    requests = {name: request_of(core, name, parts) for name, parts in parts_of(kind).items()}
+    found = answers(core, *requests.values())
+    ranks.shutdown()
+    for name, parts in parts_of(kind).items():
+        pictures = [part for part in parts if not isinstance(part, list)]
+        prompt = requests[name].prompt_token_ids
+        assert found[name] == transformers_tokens(model, kind, prompt, pictures, NUM_TOKENS), name
+
+
+def test_the_first_stage_has_the_layers_that_add_rows(tmp_path):
+    save_tiny_vision_model(tmp_path, "qwen3_vl")
+    with pytest.raises(InvalidParameterError, match="2 layers add rows of images, and belong to"):
+        configure(tmp_path, pipeline_parallel_size=3)
+    configure(tmp_path, pipeline_parallel_size=3, language_model_only=True)
+
+
+def test_adapters_beside_images(tmp_path):
+    """Tokens of each adapter are those of transformers with merged weights. All share the rows of
+    an image, and none finds the blocks of another.
+    """
+    kind, base = "qwen3_vl", tmp_path / "base"
+    models = [save_tiny_vision_model(base, kind)]
+    weights = {n: w for n, w in adapted_weights(base).items() if "language_model" in n}
+    adapters: list[LoRARequest | None] = [None]
+    for number in (1, 2):
+        pairs = random_pairs(weights, seed=number)
+        path = write_peft(tmp_path / f"{number}", pairs)
+        adapters.append(LoRARequest(f"{number}", number, str(path)))
+        merged = merge(base, tmp_path / f"merged {number}", pairs)
+        models.append(type(models[0]).from_pretrained(merged, dtype=torch.float32).eval())
+    core = start(base, enable_lora=True, max_loras=2, max_num_batched_tokens=16)
+    parts = parts_of(kind)["several"]
+    pictures = [part for part in parts if not isinstance(part, list)]
+    request = request_of(core, "0", parts)
+    for number, (adapter, model) in enumerate(zip(adapters, models)):
+        own = msgspec.structs.replace(request, request_id=f"{number}", lora_request=adapter)
+        wanted = transformers_tokens(model, kind, request.prompt_token_ids, pictures, NUM_TOKENS)
+        assert answers(core, own) == {f"{number}": wanted}
+    counters = core.observer.get_metrics()
+    assert counters["num_images_encoded"] == 2  # three places in each prompt
+    assert counters["prefix_cache_hits"] == 0

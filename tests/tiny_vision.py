@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from quire.ipc.models.vision_config import VisionConfig
 from quire.ipc.models.vision_families import OF_CLIP, OF_IMAGENET
-from quire.tests.tiny_models import make_tiny_config, save_tiny_tokenizer
+from quire.tests.tiny_models import GEMMA4_EXPERTS, make_tiny_config, save_tiny_tokenizer
 
 HIDDEN = 64  # of the text model
 IMAGE_TOKEN = 250  # the placeholder
@@ -112,6 +112,7 @@ _TEXT = {
     "qwen2_5_vl": "qwen2",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gemma4_whole": "gemma4_text",
     "gemma4_unified": "gemma4_text",
     "mistral3": "ministral3",
     "llava": "mistral",
@@ -130,6 +131,8 @@ _TEXT_KEYS: dict[str, dict[str, Any]] = {
         "rope_parameters": _mrope(4, 2, 2),
     },
     "qwen2_5_vl": {"model_type": "qwen2_5_vl_text", "rope_parameters": _mrope(2, 3, 3)},
+    "gemma4_whole": GEMMA4_EXPERTS
+    | {"use_bidirectional_attention": "vision", "use_double_wide_mlp": False},
     "gemma4_unified": {
         "model_type": "gemma4_unified_text",
         "hidden_size_per_layer_input": 0,
@@ -144,6 +147,7 @@ SIZES: dict[str, list[tuple[int, int]]] = {
     "mistral3": [(40, 24), (8, 16)],
     "llava": [(20, 16), (8, 8), (24, 32)],
     "gemma4": [(24, 36), (12, 12)],
+    "gemma4_whole": [(24, 36), (12, 12)],
     "gemma4_unified": [(24, 36), (6, 6)],
     "idefics3": [(24, 24), (12, 12)],
     "smolvlm": [(24, 24), (16, 16)],
@@ -152,6 +156,8 @@ SIZES: dict[str, list[tuple[int, int]]] = {
     "lfm2_vl": [(64, 64), (128, 32), (32, 96)],
 }
 KINDS = tuple(_TOWER)
+# tokens of an image see each other, as in 26B-A4B; the encoder is that of others
+_TOWER["gemma4_whole"] = _TOWER["gemma4"] | {"use_clipped_linears": False}
 
 
 _FAMILIES = {
@@ -195,7 +201,9 @@ def make_tiny_vision_model(
         "vision_config": _TOWER[kind] | vision,
     }
     own = _WHOLE.get(kind, {}) | whole
-    config = AutoConfig.for_model(kind.removesuffix("_normed"), **parts, **own)
+    config = AutoConfig.for_model(
+        kind.removesuffix("_normed").removesuffix("_whole"), **parts, **own
+    )
     for name in ("image_token_id", "image_token_index"):
         if getattr(config, name, None) is not None:
             setattr(config, name, IMAGE_TOKEN)
@@ -258,18 +266,31 @@ def transformers_tokens(
     """
     tokens = list(prompt)
     for _ in range(count):
-        ids = torch.tensor([tokens])
-        types = (ids == IMAGE_TOKEN).long()
-        if kind in _INPUTS:
-            inputs = _INPUTS[kind](model, images, types) if images else {}
-            inputs["input_ids"] = ids
-        else:  # rows take the places of embeddings, and nothing else is different
-            inputs = {"inputs_embeds": model.get_input_embeddings()(ids)}
-            if images:
-                rows = torch.cat([transformers_rows(model, kind, one) for one in images])
-                inputs["inputs_embeds"][types == 1] = rows
+        inputs = transformers_inputs(model, kind, tokens, images)
         tokens.append(int(model(use_cache=False, **inputs).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
+
+
+@torch.inference_mode()
+def transformers_inputs(
+    model: Any,
+    kind: str,
+    tokens: list[int],
+    images: list[torch.Tensor],
+    image_token: int = IMAGE_TOKEN,
+) -> dict[str, Any]:
+    """The arguments of transformers' whole model; see transformers_tokens."""
+    ids = torch.tensor([tokens])
+    types = (ids == image_token).long()
+    if kind in _INPUTS:
+        inputs = _INPUTS[kind](model, images, types) if images else {}
+        return inputs | {"input_ids": ids}
+    # rows take the places of embeddings, and nothing else is different
+    inputs = {"inputs_embeds": model.get_input_embeddings()(ids)}
+    if images:
+        rows = torch.cat([transformers_rows(model, kind, one) for one in images])
+        inputs["inputs_embeds"][types == 1] = rows
+    return inputs
 
 
 def _normalised(pixels: torch.Tensor, mean: Any = 0.5, std: Any = 0.5) -> torch.Tensor:
@@ -352,6 +373,7 @@ _ORACLES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "qwen2_5_vl": lambda model, pixels: _qwen(model, pixels, *OF_CLIP),
     "gemma3": _pixel_values,
     "gemma4": _gemma4,
+    "gemma4_whole": _gemma4,
     "gemma4_unified": _gemma4_unified,
     "mistral3": _pixtral,
     "llava": _pixtral,
@@ -410,6 +432,7 @@ WHOLE_KINDS = tuple(_INPUTS)  # of each kind of positions and masks one
 _INPUTS |= {
     "qwen3_vl_moe": _qwen_inputs,
     "gemma4": lambda *step: _gemma4_inputs(*step, 4),
+    "gemma4_whole": lambda *step: _gemma4_inputs(*step, 4),
     "gemma4_unified": lambda *step: _gemma4_inputs(*step, 6),
 }
-OTHER_KINDS = tuple(kind for kind in KINDS if kind not in WHOLE_KINDS)
+OTHER_KINDS = tuple(kind for kind in _TOWER if kind not in WHOLE_KINDS)

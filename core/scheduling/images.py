@@ -5,7 +5,9 @@ Must not know: what an encoder computes, pixels, blocks, queues.
 A step encodes an image when a request first computes a token in its place. The chunk of a prompt
 ends before an image that cannot be encoded in this step: there is no room in the table, or no
 budget left. The first image of a step is always within the budget, and the first request of a step
-finds all room it needs, so that it goes on in every step.
+finds all room it needs, so that it goes on in every step. Where prompts have no chunks, a step
+encodes all images that a request needs, or the request waits; the images of one request are then
+always within the budget.
 """
 
 from __future__ import annotations
@@ -27,10 +29,15 @@ class ImagePlanner:
     """
 
     def __init__(
-        self, cache: EncoderCache, most_rows: int, vision: VisionConfig, counters: EngineCounters
+        self,
+        cache: EncoderCache,
+        most_rows: int,
+        vision: VisionConfig,
+        counters: EngineCounters,
+        has_chunks: bool = True,
     ):
-        """most_rows: that a step encodes."""
-        self.cache = cache
+        """most_rows: that a step encodes. has_chunks: of prompts."""
+        self.cache, self._has_chunks = cache, has_chunks
         self._most_rows, self._counters = most_rows, counters
         # tokens of an image see each other, so that no chunk ends within one
         self._sees_whole = vision.sees_whole_images
@@ -48,7 +55,8 @@ class ImagePlanner:
             return None
         cache = EncoderCache(encoder_cache_tokens(config))
         most_rows = config.multimodal_config.max_encoder_tokens
-        return cls(cache, most_rows, vision, counters)
+        has_chunks = config.scheduler_config.enable_chunked_prefill
+        return cls(cache, most_rows, vision, counters, has_chunks)
 
     def begin_step(self, step: int) -> None:
         """What was reserved for rows that the last step does not have is not encoded."""
@@ -63,6 +71,9 @@ class ImagePlanner:
         must be reached.
         """
         end = first + num_tokens
+        if not self._has_chunks:
+            needed = [one for one in request.images if first_place(one, first, end) is not None]
+            return num_tokens if self._reserve_all(needed) else 0
         for item in request.images:
             if item.start >= end:
                 break
@@ -79,15 +90,41 @@ class ImagePlanner:
         """Whether the image is in the table when the step reads it."""
         if self.cache.find(item.digest, self._step) is not None:
             return True
-        num_rows = item.num_rows
-        if self._num_rows and self._num_rows + num_rows > self._most_rows:
-            return False
-        image = self.cache.add(item.digest, num_rows, self._step)
+        return self._has_budget(item.num_rows) and self._encode(item)
+
+    def _has_budget(self, num_rows: int) -> bool:
+        return not self._num_rows or self._num_rows + num_rows <= self._most_rows
+
+    def _encode(self, item: ImageItem) -> bool:
+        """Whether there is room in the table for an image that it lacks."""
+        image = self.cache.add(item.digest, item.num_rows, self._step)
         if image is None:
             return False
-        self._num_rows += num_rows
-        self._reserved[item.digest] = ImageToEncode(item.pixels, num_rows, image.first_row)
+        self._num_rows += item.num_rows
+        self._reserved[item.digest] = ImageToEncode(item.pixels, item.num_rows, image.first_row)
         return True
+
+    def _reserve_all(self, items: list[ImageItem]) -> bool:
+        """Whether all images are in the table when the step reads them."""
+        missing = {one.digest: one for one in items if self.cache.peek(one.digest) is None}
+        if not self._has_budget(sum(item.num_rows for item in missing.values())):
+            return False
+        may_clear, before = self.cache.is_unused(self._step), len(self._reserved)
+        if self._find_or_encode(items):
+            return True
+        for digest in [*self._reserved][before:]:
+            self._num_rows -= self._reserved.pop(digest).num_rows
+            self.cache.drop(digest)
+        if not may_clear:
+            return False
+        self.cache.clear()  # the room between images that stay may be too small
+        return self._find_or_encode(items)
+
+    def _find_or_encode(self, items: list[ImageItem]) -> bool:
+        return all(
+            self.cache.find(item.digest, self._step) is not None or self._encode(item)
+            for item in items
+        )
 
     def place(self, output: SchedulerOutput, request: Request, first: int, num_tokens: int) -> None:
         """Notes which rows of the table the tokens of a row of the step read, and what it encodes

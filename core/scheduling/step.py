@@ -223,7 +223,8 @@ class RowBounds:
         """
         state = self._state
         if self._shares is not None:
-            num_tokens = min(num_tokens, self._shares[request.owner])
+            # a whole image may have taken more than the share
+            num_tokens = min(num_tokens, max(0, self._shares[request.owner]))
         if state.fit_to_checkpoints is not None and num_tokens > 1:
             num_tokens = state.fit_to_checkpoints(request, first, num_tokens, num_shared)
         if state.images is not None and num_tokens > 0 and request.images:

@@ -358,7 +358,8 @@ class Decoder(Model):
             layer, following = self.layers[i], self._following[i]
             if i == end - 1 < len(self.layers) - 1:
                 following = [*following[:-1], None]  # what follows is not computed
-            if changes := self.images is not None and self.images.changes_stream_after(i):
+            index = self.layer_range[i]
+            if changes := self.images is not None and self.images.changes_stream_after(index):
                 *following, norm = following
                 following = [*following, None]
             if self.taps is not None:
@@ -368,7 +369,7 @@ class Decoder(Model):
                 check_block(part.block, x, residual)
                 x = self._add(x, residual, part, before)
             if changes:
-                x = self._with_rows(i, residual, norm, metadata)
+                x = self._with_rows(index, residual, norm, metadata)
         if not (self.stages.is_first or self.stages.is_last):
             return block  # the stream is in `state`; a program's result is that of a kernel
         return x
@@ -490,9 +491,9 @@ class Decoder(Model):
         base, names = self.config.base_prefix, self.names
         if not name.startswith(f"{base}layers."):
             layers = (f"{base}{one}" for one in (names.embedding, names.final_norm))
+            heads = "lm_head", f"{self.config.name_prefix}lm_head"  # see StoredNames
             # a quantized weight is several tensors
-            stem = name.rpartition(".")[0]
-            return stem in (*layers, f"{self.config.name_prefix}lm_head")
+            return name.rpartition(".")[0] in (*layers, *heads)
         layer = name.removeprefix(f"{base}layers.").partition(".")[0]
         is_layer = layer.isdecimal() and int(layer) < self.config.num_hidden_layers
         return is_layer and int(layer) not in self.layer_range

@@ -64,8 +64,15 @@ class DraftHead(Model):
         """Uses the embedding of a Decoder, and its output head unless the head has one."""
         assert isinstance(model, Decoder)
         self.embed_tokens = model.embed_tokens
-        self.lm_head = model.lm_head
+        self.lm_head, self.images = model.lm_head, model.images
         model.use_taps(self.taps)
+
+    def embed(self, token_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """token_ids [T] -> their embedding [T, hidden_size], or rows of images in its place."""
+        embedded = self.embed_tokens(token_ids)
+        if self.images is not None:
+            self.images.begin(embedded, metadata)
+        return embedded
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size] f32"""
@@ -142,7 +149,7 @@ class Eagle3Head(DraftHead):
     ) -> torch.Tensor:
         """token_ids [T], positions [T] -> [T, hidden_size], normed"""
         residual = self.state[: len(token_ids)]
-        token = self.token_norm(self.embed_tokens(token_ids))
+        token = self.token_norm(self.embed(token_ids, metadata))
         hidden = self.hidden_norm(residual)
         x = self.self_attn.attend_to(token, hidden, positions, metadata)
         self.before_mlp.add(x, residual)
@@ -240,7 +247,7 @@ class MTPHead(DraftHead):
         blocks = [block for layer in self.layers for block in layer.blocks]
         first, *following = [block.before for block in blocks]
         hidden = self.hidden_norm(state)
-        residual = self.fc(self.token_norm(self.embed_tokens(token_ids)), hidden)
+        residual = self.fc(self.token_norm(self.embed(token_ids, metadata)), hidden)
         assert first is not None
         x = first(residual)
         for block, norm in zip(blocks, [*following, self.norm]):

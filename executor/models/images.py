@@ -28,7 +28,9 @@ class ImageReader:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """num_rows: of the table. On a CPU its pages are taken when they are written."""
+        """num_rows: of the table; 0: of a stage whose layers read no rows. On a CPU its pages are
+        taken when they are written.
+        """
         self.vision, self.ops = vision, ops
         self.table = torch.empty(
             num_rows, vision.num_vectors * vision.hidden_size, dtype=dtype, device=device

@@ -111,8 +111,10 @@ def assemble(
     apply = differences(batch, mover)
     if states is not None and state.states is not None:
         apply = in_turn(move_states(states, state.states), apply)
-    if model.images is not None and model.encoder is not None and state.images is not None:
-        apply = in_turn(encode_images(model.encoder, model.images, state.images), apply)
+    if model.images is not None and state.images is not None:
+        apply = in_turn(state.images.apply, apply)
+        if model.encoder is not None:  # else an earlier stage encodes
+            apply = in_turn(encode_images(model.encoder, model.images), apply)
     if state.tables is not None:
         parts = _device_parts(state, state.tables, model, forward, run_pass, special)
         steps = _on_device(state, state.tables, parts, apply, speculation, model.taps)
@@ -278,15 +280,14 @@ def move_states(memory: StateMemory, table: StateTable) -> Apply:
     return apply
 
 
-def encode_images(encoder: ImageEncoder, reader: ImageReader, table: ImageTable) -> Apply:
-    """Encodes images as a step begins, and notes which of its tokens read their rows."""
+def encode_images(encoder: ImageEncoder, reader: ImageReader) -> Apply:
+    """Encodes images as a step begins."""
 
     def apply(scheduler_output: SchedulerOutput) -> None:
         for image in scheduler_output.images_to_encode:
             pixels = np.frombuffer(image.pixels.data, np.uint8).reshape(image.pixels.shape)
             rows = encoder.encode([torch.from_numpy(pixels.copy())])  # a received one is read-only
             reader.store(rows, image.num_rows, image.first_row)
-        table.apply(scheduler_output)
 
     return apply
 

@@ -239,7 +239,9 @@ class DeviceInputMaker:
             columns["copy_positions"] = self._states.copy_positions[layout.slots]
             columns["copy_places"] = self._states.copy_places[layout.slots]
         if self._images is not None:
-            images = self._images.columns(layout.slots, layout.num_computed, layout.query_lens)
+            images = self._images.columns(
+                layout.slots, layout.num_computed, layout.query_lens, self._tokens_ahead
+            )
             columns["image_rows"], columns["later_tokens"] = images.rows, images.later
             columns["position_offsets"] = images.offsets.ravel()
         if self._num_token_types:

@@ -90,8 +90,12 @@ class ImageTable:
         for slot, position, count, row in scheduler_output.image_rows:
             self._runs.setdefault(slot, []).append((position, count, row))
 
-    def columns(self, slots: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> Columns:
-        """Of rows of `slots` [B], each with counts [B] tokens from the position firsts [B] on."""
+    def columns(
+        self, slots: np.ndarray, firsts: np.ndarray, counts: np.ndarray, tokens_ahead: int = 0
+    ) -> Columns:
+        """Of rows of `slots` [B], each with counts [B] positions from firsts [B] on. tokens_ahead:
+        see StepInputMaker.
+        """
         num_tokens = int(counts.sum())
         columns = Columns(
             np.full(num_tokens, NO_ROW, np.int32),
@@ -105,9 +109,17 @@ class ImageTable:
             if slot in self._slots:
                 tokens = slice(start, start + count)
                 self._slots[slot].write(columns, first, tokens)
-                self._write_rows(columns.rows[tokens], first, self._runs.get(slot, []))
+                runs = self._runs.get(slot, [])
+                self._write_rows(columns.rows[tokens], first + tokens_ahead, runs)
             start += count
         return columns
+
+    def has_rows(self, slot: int, first: int, end: int) -> bool:
+        """Whether one of the tokens [first, end) reads a row in this step."""
+        return any(
+            position < end and position + count > first
+            for position, count, _ in self._runs.get(slot, [])
+        )
 
     @staticmethod
     def _write_rows(rows: np.ndarray, first: int, runs: Runs) -> None:

@@ -295,7 +295,7 @@ class StepInputMaker:
         """See ImageTable.columns. counts: None of rows with one token each."""
         assert self._images is not None
         counts = np.ones_like(firsts) if counts is None else counts
-        return self._images.columns(slots, firsts, counts).on_host()
+        return self._images.columns(slots, firsts, counts, self._tokens_ahead).on_host()
 
     def _adapters(self, token_slots: np.ndarray) -> torch.Tensor | None:
         """[T] i32: see AttentionMetadata."""

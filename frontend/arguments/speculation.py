@@ -107,6 +107,7 @@ def _draft_model_config(
         logits_processors=[],
         pooler_config=None,
         pooling=None,
+        vision=None,  # a draft model reads text alone; a head reads the rows of the model's images
     )
 
 

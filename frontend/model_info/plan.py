@@ -307,14 +307,15 @@ def _bytes_beside(
     num_engines: int,
     weights_bytes: int,
 ) -> dict[str, int]:
-    """By the name of Plan's field: what lies beside weights and cache. Each rank of an engine has a
-    table of encoded images.
+    """By the name of Plan's field: what lies beside weights and cache. Each rank of the first stage
+    has a table of encoded images.
     """
     size, item_bytes = num_ranks(config), DTYPE_BYTES[config.model_config.dtype]
+    num_tables = num_engines * config.device_config.tensor_parallel_size
     return {
         "runtime_bytes": _runtime_bytes(config, memory, num_engines, weights_bytes),
         "step_bytes": size * _estimate_step(config, sizes) if memory.is_gpu else 0,
-        "images_bytes": size * num_engines * table_bytes(config, item_bytes),
+        "images_bytes": num_tables * table_bytes(config, item_bytes),
     }
 
 

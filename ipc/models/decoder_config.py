@@ -543,7 +543,10 @@ def most_of(key: str) -> int:
 
 def is_bidirectional(hf_config: dict[str, Any]) -> bool:
     """Whether the tokens of a model built as a decoder see those behind them (EmbeddingGemma)."""
-    return hf_config.get("is_causal") is False or bool(hf_config.get("use_bidirectional_attention"))
+    directions = hf_config.get("use_bidirectional_attention")
+    if directions == "vision":  # of Gemma 4: tokens of an image alone see each other
+        return False
+    return hf_config.get("is_causal") is False or bool(directions)
 
 
 def _check_bidirectional(hf_config: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The memory of encoded images, and what an engine does not do with a model that reads images.
+"""The memory of encoded images.
 
 Must not know: pixels, how an image is encoded, torch.
 """
@@ -6,7 +6,6 @@ Must not know: pixels, how an image is encoded, torch.
 from __future__ import annotations
 
 from ..config import EngineConfig
-from ..errors import InvalidParameterError
 
 LEAST_CACHE_TOKENS = 16384
 
@@ -24,14 +23,3 @@ def table_bytes(config: EngineConfig, item_bytes: int) -> int:
     if vision is None:
         return 0
     return encoder_cache_tokens(config) * vision.num_vectors * vision.hidden_size * item_bytes
-
-
-def check_images(config: EngineConfig) -> None:
-    """Raises InvalidParameterError for what an engine that reads images does not do."""
-    if config.model_config.vision is None:
-        return
-    without = "with a model that reads images; language_model_only=True leaves its encoder out"
-    if not config.scheduler_config.enable_chunked_prefill:
-        raise InvalidParameterError("enable_chunked_prefill", f"must be True {without}")
-    if (count := config.device_config.pipeline_parallel_size) > 1:
-        raise InvalidParameterError("pipeline_parallel_size", f"must be 1 {without}, got {count}")

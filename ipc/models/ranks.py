@@ -220,8 +220,18 @@ def _check_stages(config: EngineConfig, shape: DecoderConfig, found: str) -> Non
             config, name, f"must be 1 with {found}: the first stage makes the inputs of all layers"
         )
     last_more = head_in_layers(shape)
+    vision, num_layers = config.model_config.vision, shape.num_hidden_layers
+    drafting = config.scheduler_config.speculative_config
+    has_head = drafting is not None and drafting.method in ("mtp", "eagle3")
+    if count > 1 and vision is not None and has_head:
+        problem = "a head that drafts reads rows of images, which the first stage has"
+        raise _refusal(config, name, f"must be 1 with {found}: {problem}")
+    num_readers = 0 if vision is None else vision.num_vectors - 1
+    if num_readers > len(layers_of_stage(0, count, num_layers, last_more)):
+        problem = f"{num_readers} layers add rows of images, and belong to the first stage"
+        raise _refusal(config, name, f"must be smaller with {found}: {problem}")
     for stage in range(count):
-        own = layers_of_stage(stage, count, shape.num_hidden_layers, last_more)
+        own = layers_of_stage(stage, count, num_layers, last_more)
         for index in own:
             owner = shape.layer(index).kv_from
             if owner is not None and owner not in own:

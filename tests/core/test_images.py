@@ -7,6 +7,7 @@ import pytest
 from quire.core.encoder_cache import EncoderCache
 from quire.core.request import Request
 from quire.ipc.messages import Array, EngineCoreRequest, digest_of
+from quire.ipc.step_messages import SchedulerOutput
 from quire.tests.core.engine_loop import make_core, make_request, run
 from quire.tests.fake_encoder import PLACEHOLDER, VISION, WHOLE, item, read_prompt
 from quire.tests.fakes import expected_output
@@ -54,6 +55,11 @@ def test_images_that_are_refused(change, problem):
         (None, {}, "must be empty: this model reads text only"),
         (VISION, {"encoder_cache_tokens": 5}, "must have at most encoder_cache_tokens=5 rows"),
         (WHOLE, {"max_num_batched_tokens": 5}, "must have at most max_num_batched_tokens=5 tokens"),
+        (
+            VISION,
+            {"encoder_cache_tokens": 9, "enable_chunked_prefill": False},
+            "must have at most encoder_cache_tokens=9 rows together with enable_chunked_prefill",
+        ),
     ],
 )
 def test_images_that_an_engine_does_not_take(vision, settings, problem):
@@ -117,6 +123,27 @@ def test_what_was_reserved_for_a_step_without_rows_is_not_there():
     planner.begin_step(0)
     assert planner.cache.num_used_rows == 0
     assert core.observer.get_metrics()["num_images_encoded"] == 0
+
+
+def test_a_prompt_without_chunks_has_room_for_all_its_images():
+    settings = {"encoder_cache_tokens": 10, "max_encoder_tokens": 1}
+    core = make_core(vision=VISION, enable_chunked_prefill=False, **settings)
+    planner, other = core.scheduler.images, item(3, (3, 1), (0, 3))
+    small = [item(2, (2, 2), (place, 4)) for place in (3, 0)]  # in the middle of the table
+    large = item(1, (2, 3), (4, 6))
+    for step, images in enumerate(([other, small[0]], [small[1], large])):
+        planner.begin_step(step)
+        end = images[-1].end
+        prompt = [PLACEHOLDER] * end
+        request = Request(asked(images, prompt=prompt), max_model_len=100)
+        assert planner.fit(request, 0, end, end) == end
+        request.slot = 0
+        planner.place(SchedulerOutput(step, [], [], [], []), request, 0, end)
+    late = Request(asked([other], prompt=[PLACEHOLDER] * 3), max_model_len=100)
+    assert planner.fit(late, 0, 3, 3) == 0  # this step uses all rows
+    planner.begin_step(2)
+    assert planner.fit(late, 0, 3, 3) == 3
+    planner.cache.check_integrity()
 
 
 def test_sleep_and_a_reset_forget_encoded_images():

@@ -14,6 +14,7 @@ from quire.core.engine_core import EngineCore
 from quire.core.request import split
 from quire.ipc.messages import EngineCoreRequest, FinishReason
 from quire.ipc.models.kv_layout import make_layout
+from quire.ipc.models.vision_config import VisionConfig
 from quire.ipc.params import SamplingParams
 from quire.tests.core.engine_loop import Answer, assert_nothing_left, collect, make_core, step
 from quire.tests.fake_encoder import VISION, WHOLE, read_prompt, with_images
@@ -159,6 +160,14 @@ def test_no_setting_changes_an_output_or_leaks(seed, num_jobs, arguments, rows_p
     assert_nothing_left(core)
 
 
+def with_pictures(job: Job, most: int, vision: VisionConfig) -> Job:
+    """The job with images in its prompt of at most `most` tokens."""
+    tokens = job.request.prompt_token_ids[:most]
+    prompt, images = with_images(tokens, most, may_split=vision is VISION)
+    request = msgspec.structs.replace(job.request, prompt_token_ids=prompt, images=images)
+    return dataclasses.replace(job, request=request)
+
+
 IMAGE_SETTINGS = st.fixed_dictionaries(
     {
         "vision": st.sampled_from([VISION, WHOLE]),
@@ -180,12 +189,8 @@ def test_no_setting_changes_an_output_about_images(seed, num_jobs, arguments, of
     if of_images["num_state_checkpoints"] is not None:  # states have no windows, nor whole images
         arguments = arguments | {"windows": (0,)}
         of_images = of_images | {"vision": VISION}
-    core, jobs = make_tight_core(**arguments, **of_images), []
-    may_split = of_images["vision"] is VISION
-    for job in random_jobs(seed, num_jobs, max_prompt=120):
-        prompt, images = with_images(job.request.prompt_token_ids, 200, may_split)
-        request = msgspec.structs.replace(job.request, prompt_token_ids=prompt, images=images)
-        jobs.append(dataclasses.replace(job, request=request))
+    core, vision = make_tight_core(**arguments, **of_images), of_images["vision"]
+    jobs = [with_pictures(job, 200, vision) for job in random_jobs(seed, num_jobs, max_prompt=120)]
     assert_as_expected(core, jobs, drive(core, jobs))
     assert_nothing_left(core)
 
@@ -195,15 +200,21 @@ def test_no_setting_changes_an_output_about_images(seed, num_jobs, arguments, of
     seed=st.integers(0, 2**32),
     num_blocks=st.sampled_from([17, 30, 1000]),
     policy=st.sampled_from(["fcfs", "priority"]),
+    vision=st.sampled_from([None, VISION, WHOLE]),
 )
-def test_whole_prompts_give_the_same_outputs(seed, num_blocks, policy):
+def test_whole_prompts_give_the_same_outputs(seed, num_blocks, policy, vision):
     core = make_core(
         enable_chunked_prefill=False,
         max_num_batched_tokens=256,
         num_gpu_blocks_override=num_blocks,
         scheduling_policy=policy,
+        vision=vision,
+        encoder_cache_tokens=180,
+        max_encoder_tokens=20,
     )
     jobs = random_jobs(seed, 15)
+    if vision is not None:
+        jobs = [with_pictures(job, 180, vision) for job in jobs]
     assert_as_expected(core, jobs, drive(core, jobs))
     assert_nothing_left(core)
 

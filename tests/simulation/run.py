@@ -14,22 +14,25 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import msgspec
 from quire import AsyncLLM, LLMEngine, RequestOutput, SamplingParams
 from quire.frontend.clients.blocking_client import BlockingClient
-from quire.frontend.requests import input_processor
+from quire.frontend.requests import image_inputs, input_processor
+from quire.frontend.requests.prompts import IMAGES, PreparedImages, Prompt
 from quire.frontend.supervision.resubmission import NUM_ALONE_IF_KILLED, NUM_DEATHS
 from quire.frontend.supervision.supervised_client import SupervisedClient
-from quire.ipc.config import EngineConfig
+from quire.ipc.config import EngineConfig, MultiModalConfig
 from quire.ipc.errors import EngineRestartedError, InvalidParameterError
 from quire.ipc.lora import LoRARequest
-from quire.ipc.messages import EngineCoreRequest
+from quire.ipc.messages import EngineCoreRequest, ImageItem
 from quire.ipc.params import RequestOutputKind, child_seed
 from quire.tests.core.engine_loop import assert_nothing_left
+from quire.tests.fake_encoder import VISION, WHOLE, read_prompt, with_images
 from quire.tests.fake_loras import adapter_digest
 from quire.tests.fakes import expected_output, make_config
 from quire.tests.simulation.engine import (
@@ -46,6 +49,7 @@ CALLS = ("ping", "scheduler_state", "get_metrics", "reset_prefix_cache", "pace")
 CALLS_OF_LORAS = ("add_lora", "remove_lora", "list_loras")
 NUM_LORAS = 5
 MISSING = LoRARequest("missing", 99, "/missing")
+MOST_WITH_IMAGES = 180  # tokens of a prompt
 
 
 @dataclass
@@ -59,10 +63,18 @@ class Job:
     num_ends: int = 0
     error: str | None = None
     lora: LoRARequest | None = None
+    images: list[ImageItem] = field(default_factory=list)
 
     @property
     def is_poison(self) -> bool:
         return POISON in self.prompt
+
+    @property
+    def asked(self) -> Prompt:
+        """The prompt as a program gives it."""
+        if not self.images:
+            return self.prompt
+        return {"prompt_token_ids": self.prompt, IMAGES: PreparedImages(self.images)}
 
 
 def random_lora(rng: random.Random, **fields: Any) -> LoRARequest:
@@ -150,7 +162,7 @@ class Result:
                 stop_token_ids=params.stop_token_ids,
             )
             weights = adapter_digest(job.lora.lora_path) if job.lora else 0
-            tokens, reason, _ = expected_output(job.prompt, own, [], config, weights)
+            tokens, reason, _ = expected_output(read_prompt(request), own, [], config, weights)
             if self.reasons[i] in ("abort", "error"):
                 assert self.tokens[i] == tokens[: len(self.tokens[i])], (job.name, i)
             else:
@@ -167,6 +179,10 @@ class Program:
         self.is_blocking = daemon is None and self.rng.random() < 0.4
         has_poison = "poison_after" in config.model_config.hf_overrides and name == "a"
         self.jobs = random_jobs(self.rng, name, has_poison)
+        if (vision := config.model_config.vision) is not None:
+            for job in self.jobs:
+                most, may_split = MOST_WITH_IMAGES, not vision.sees_whole_images
+                job.prompt, job.images = with_images(job.prompt, most, may_split)
         if config.lora_config.enable_lora:
             for job in self.jobs:
                 job.lora = self.rng.choice([None, *(random_lora(self.rng) for _ in range(9))])
@@ -214,7 +230,7 @@ class Program:
         await asyncio.sleep(job.starts_s)
         self.world.log(f"{job.name} begins")
         result = self.results[job.name]
-        stream = llm.generate(job.prompt, job.params, job.name, lora_request=job.lora)
+        stream = llm.generate(job.asked, job.params, job.name, lora_request=job.lora)
         async with aclosing(stream) as outputs:
             async for output in outputs:
                 result.take(output)
@@ -256,7 +272,7 @@ class Program:
         while waiting or llm.has_unfinished_requests():
             if waiting and (self.rng.random() < 0.2 or not llm.has_unfinished_requests()):
                 job = waiting.pop(0)
-                llm.add_request(job.name, job.prompt, job.params, lora_request=job.lora)
+                llm.add_request(job.name, job.asked, job.params, lora_request=job.lora)
             if self.rng.random() < 0.02:
                 with suppress(EngineRestartedError), suppress_missing():
                     llm.call_utility(*random_call(self.rng, self.config))
@@ -326,6 +342,20 @@ def random_limits(rng: random.Random, seed: int) -> dict[str, Any]:
     return dict(enable_lora=True, max_loras=max_loras, max_cpu_loras=max_cpu_loras)
 
 
+def with_vision(config: EngineConfig, seed: int) -> EngineConfig:
+    """In every fifth seed the model reads images, some of which wait for room or for their turn."""
+    if seed % 5 != 3:
+        return config
+    # tokens of an image do not see each other where the model keeps states
+    has_states = "num_state_checkpoints" in config.model_config.hf_overrides
+    vision = VISION if has_states or seed % 2 else WHOLE
+    limits = MultiModalConfig(
+        encoder_cache_tokens=(12, 30, 1000)[seed % 3], max_encoder_tokens=(1, 9, 100)[seed % 7 % 3]
+    )
+    model_config = msgspec.structs.replace(config.model_config, vision=vision)
+    return msgspec.structs.replace(config, model_config=model_config, multimodal_config=limits)
+
+
 @contextmanager
 def suppress_missing() -> Iterator[None]:
     """Of add_lora for MISSING."""
@@ -359,10 +389,12 @@ def simulate(seed: int, *, is_printing: bool = False) -> Outcome:
         disable_log_stats=True,
         **random_limits(rng, seed),
     )
+    config = with_vision(config, seed)
     ids = mock.Mock(secrets, token_hex=lambda size: f"{rng.getrandbits(64):016x}")
     with (
         mock.patch.object(time, "monotonic", world.monotonic),
         mock.patch.object(input_processor, "secrets", ids),
+        mock.patch.object(image_inputs, "_own_preparer"),  # the images are prepared
     ):
         daemon = Daemon(world, config) if is_daemon else None
         number = rng.randint(1, 3) if is_daemon else 1

@@ -10,7 +10,8 @@ pass of the model, once the tokens of that pass are known:
     drafting   a b c d x y    a pass over what is held gives x, one of x gives y: drafts x y z
 
 A pass with more positions than may be held, such as one of a prompt, is computed at once, except
-for the last position.
+for the last position. So is one whose next tokens are images, since their rows are there in this
+step alone. The token after the last position comes with the next step.
 
 A model may have several heads in a chain (DeepSeek-AI 2024, DeepSeek-V3). Position i of the one at
 depth k reads what the one before it left there, and the token k + 1 positions later. It makes draft
@@ -55,10 +56,12 @@ class HeldStates:
         return self._held[slot, : self.num_held[slot]]
 
     def hold(self, slot: int, states: torch.Tensor) -> bool:
-        """Lets states [N, hidden_size] wait behind others, if there is room."""
-        begin = int(self.num_held[slot])
+        """Lets states [N, hidden_size] wait behind others, if there is room and all but the last
+        one can be computed later.
+        """
+        begin, first = int(self.num_held[slot]), int(self.num_computed[slot])
         end = begin + len(states)
-        if end > self._held.shape[1]:
+        if end > self._held.shape[1] or self.passes.must_run_now(slot, first, first + end - 1):
             return False
         self._held[slot, begin:end] = states
         self.num_held[slot] = end

@@ -20,6 +20,7 @@ from ...program.step_program import OpByOp
 from ...sampling.sampler import draw_parameters
 from ..bursts import Bursts
 from ..device_inputs import DeviceInputMaker
+from ..image_table import ImageTable
 from ..step_inputs import StepInputMaker, StepInputs
 
 
@@ -36,9 +37,12 @@ class DraftPasses:
         make_inputs: StepInputMaker | DeviceInputMaker,
         ahead: int = 0,
         forward: Forward | None = None,
+        images: ImageTable | None = None,
     ):
-        """make_inputs: with `ahead` tokens_ahead. forward: None: operation by operation."""
-        self.model, self.ops = model, ops
+        """make_inputs: with `ahead` tokens_ahead. forward: None: operation by operation. images: of
+        a head that reads rows of images.
+        """
+        self.model, self.ops, self._images = model, ops, images
         self.run = forward or OpByOp(model, ops)
         self.make_inputs = make_inputs
         self._bursts: Bursts | None = None
@@ -54,6 +58,13 @@ class DraftPasses:
     def forward(self, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
         """The results of Forward."""
         return self.run(inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices)
+
+    def must_run_now(self, slot: int, first: int, end: int) -> bool:
+        """Whether a pass over the positions [first, end) reads rows of images, which are there in
+        this step alone.
+        """
+        images, ahead = self._images, self._ahead
+        return images is not None and images.has_rows(slot, first + ahead, end + ahead)
 
     def decode(
         self,

@@ -194,8 +194,25 @@ def _content(
     content, may_refuse = message.content, isinstance(message, AssistantMessage)
     if content is None and isinstance(message, AssistantMessage):
         content = message.refusal
-    if content is None or isinstance(content, str):
-        return content or ""
+    if content is None:
+        return ""
+    may_show = isinstance(message, (UserMessage, ToolMessage))
+    return plain_content(content, where, call, reads_images, may_show, may_refuse)
+
+
+def plain_content(
+    content: MessageContent,
+    where: str,
+    call: HttpCall,
+    reads_images: bool,
+    may_show: bool = True,
+    may_refuse: bool = False,
+) -> str | list[dict[str, Any]]:
+    """Returns the content of a message at the path `where`, which may have images or refusals or
+    not: text, or parts if there are images. Raises ApiError with the path of the invalid field.
+    """
+    if isinstance(content, str):
+        return content
     parts: list[dict[str, Any]] = []
     for i, part in enumerate(content):
         path = f"{where}.content[{i}]"
@@ -204,7 +221,7 @@ def _content(
         elif part.type == "text":
             parts.append(text_part(_required(part.text, f"{path}.text")))
         elif part.type == "image_url" and reads_images:
-            if not isinstance(message, (UserMessage, ToolMessage)):
+            if not may_show:
                 problem = "Only messages of the user and results of tools can have images."
                 raise unsupported(f"{path}.type", problem)
             parts.append(_image(part, path, call))

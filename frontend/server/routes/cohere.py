@@ -1,10 +1,11 @@
-"""/v2/embed: Cohere's embeddings. Its /v2/rerank is in scores.py.
+"""/v2/embed: Cohere's embeddings of texts and images. Its /v2/rerank is in scores.py.
 
-Must not know: how texts are run, the engine.
+Must not know: how texts are run, how images are read, the engine.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,14 +16,21 @@ from starlette.responses import Response
 from ....ipc.checks import INT64_MAX
 from ....ipc.models.pooling import Pooling
 from ....ipc.params import PoolingParams
+from ...text.chat_images import Messages, image_part
+from ..apis.openai_messages import MessageContent, plain_content
 from ..apis.pooling_answer import usage_of, values
-from ..http.call import call_of
-from ..http.errors import missing, unsupported
+from ..http.call import HttpCall, call_of
+from ..http.errors import invalid, missing, unsupported
 from ..http.openapi import ApiRoute
 from ..http.sse import json_of
 from ..request_body import read_body
 from ..state import ServerState
-from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
+from ..turns.pooling_run import (
+    PoolingJob,
+    pooling_of,
+    prompts_of_conversations,
+    run_pooling,
+)
 from ..turns.tokenizing import check_number
 
 # The keys are Cohere's input types, and the values the names that prompts of models have.
@@ -37,11 +45,20 @@ InputType = Literal["search_query", "search_document", "classification", "cluste
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
 
+class CohereInput(msgspec.Struct, kw_only=True):
+    """Text and images that have one embedding."""
+
+    content: MessageContent
+
+
 class CohereEmbedBody(msgspec.Struct, kw_only=True):
     """POST /v2/embed."""
 
     model: str | None = None
+    # Exactly one of these three; images are URLs.
     texts: Annotated[list[str], Meta(min_length=1)] | None = None
+    images: Annotated[list[str], Meta(min_length=1)] | None = None
+    inputs: Annotated[list[CohereInput], Meta(min_length=1)] | None = None
     input_type: InputType | None = None
     embedding_types: list[EmbeddingType] | None = None
     output_dimension: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
@@ -49,8 +66,6 @@ class CohereEmbedBody(msgspec.Struct, kw_only=True):
     # It says what happens to texts that are too long. NONE refuses them, and by default they lose
     # their end.
     truncate: Literal["NONE", "START", "END"] | None = None
-    images: list[Any] | None = None
-    inputs: list[Any] | None = None
     priority: Annotated[int, Meta(ge=0, le=999)] | None = None
 
 
@@ -64,38 +79,42 @@ class CohereEmbeddings(msgspec.Struct, kw_only=True):
 
 def routes(state: ServerState) -> list[ApiRoute]:
     async def embed(request: Request) -> Response:
-        """Embeddings of texts, in Cohere's format"""
+        """Embeddings of texts and images, in Cohere's format"""
         body = await read_body(request, state.server_config, CohereEmbedBody)
         pooling, call = pooling_of(state, ("embed",), body.model), call_of(request)
-        texts, kinds = _checked(body)
-        check_number("texts", texts, state.server_config.max_prompts_per_request)
-        num_kept = -1 if body.max_tokens is None else min(body.max_tokens, state.max_model_len)
-        params = PoolingParams(
-            task="embed",
-            dimensions=body.output_dimension,
-            truncate_prompt_tokens=num_kept,
-            must_fit=body.truncate == "NONE",
-        )
-        names = {"prompt": "texts", "dimensions": "output_dimension"}
-        prompt_name = _prompt_name(pooling, body.input_type)
-        job = PoolingJob(
-            f"embd-{call.suffix}", texts, params, names, prompt_name, body.priority or 0
-        )
-        outputs = await run_pooling(state, call, job)
+        given, kinds = _given(body, state.reads_images), _kinds(body)
+        check_number(given, getattr(body, given), state.server_config.max_prompts_per_request)
+        names = {"prompt": given, "dimensions": "output_dimension"}
+        priority = body.priority or 0
+        with ExitStack() as held:
+            if body.texts is not None:
+                num_kept = -1
+                if body.max_tokens is not None:
+                    num_kept = min(body.max_tokens, state.max_model_len)
+                params = _params(body, num_kept)
+                prompt_name = _prompt_name(pooling, body.input_type)
+                job = PoolingJob(
+                    f"embd-{call.suffix}", body.texts, params, names, prompt_name, priority
+                )
+            else:  # a part of an image is none, so that nothing is cut
+                conversations = _conversations(body, call)
+                prompts = await prompts_of_conversations(state, call, conversations, given, held)
+                params = _params(body, None)
+                job = PoolingJob(f"embd-{call.suffix}", prompts, params, names, priority=priority)
+            outputs = await run_pooling(state, call, job)
 
         def answer() -> CohereEmbeddings:
-            num_tokens = usage_of(outputs).prompt_tokens
+            units = {"input_tokens": usage_of(outputs).prompt_tokens}
+            if body.images is not None:
+                units["images"] = len(body.images)
             return CohereEmbeddings(
                 id=f"embd-{call.suffix}",
                 embeddings={
                     kind: [values(output.outputs.data, kind) for output in outputs]
                     for kind in kinds
                 },
-                texts=texts,
-                meta={
-                    "api_version": {"version": "2"},
-                    "billed_units": {"input_tokens": num_tokens},
-                },
+                texts=body.texts or [],
+                meta={"api_version": {"version": "2"}, "billed_units": units},
             )
 
         return await json_of(answer, sum(output.outputs.data.size for output in outputs) // 8)
@@ -103,24 +122,54 @@ def routes(state: ServerState) -> list[ApiRoute]:
     return [ApiRoute("/v2/embed", embed, body=CohereEmbedBody, answer=CohereEmbeddings)]
 
 
-def _checked(body: CohereEmbedBody) -> tuple[list[str], list[str]]:
-    """Returns the texts and the types of embeddings. Raises ApiError for what is not supported."""
+def _params(body: CohereEmbedBody, num_kept: int | None) -> PoolingParams:
+    return PoolingParams(
+        task="embed",
+        dimensions=body.output_dimension,
+        truncate_prompt_tokens=num_kept,
+        must_fit=body.truncate == "NONE",
+    )
+
+
+def _given(body: CohereEmbedBody, reads_images: bool) -> str:
+    """Returns which of the three fields has what is embedded. Raises ApiError for what is not
+    supported.
+    """
     for name in ("images", "inputs"):
-        if getattr(body, name):
+        if getattr(body, name) and not reads_images:
             raise unsupported(name, f"'{name}' is not supported: this model embeds texts.")
-    if body.input_type == "image":
+    if body.input_type == "image" and not reads_images:
         raise unsupported("input_type", "'input_type' cannot be image: this model embeds texts.")
     if body.truncate == "START":
         raise unsupported("truncate", "'truncate' must be NONE or END.")
-    if body.texts is None:
+    given = [name for name in ("texts", "images", "inputs") if getattr(body, name) is not None]
+    if not given:
         raise missing("texts")
+    if len(given) > 1:
+        raise invalid(given[1], f"Only one of '{given[0]}' and '{given[1]}' is allowed.")
+    if body.max_tokens is not None and body.texts is None:
+        raise unsupported("max_tokens", f"'max_tokens' must not be given with '{given[0]}'.")
+    return given[0]
+
+
+def _kinds(body: CohereEmbedBody) -> list[str]:
+    """Returns the types of embeddings. Raises ApiError for what is not supported."""
     kinds = list(dict.fromkeys(body.embedding_types or ["float"]))
     for kind in kinds:
         if kind not in ("float", "base64"):
             raise unsupported(
                 "embedding_types", f"'embedding_types' must be float or base64, got {kind}."
             )
-    return body.texts, kinds
+    return kinds
+
+
+def _conversations(body: CohereEmbedBody, call: HttpCall) -> list[Messages]:
+    """Returns a message of the user for each image or input. Raises ApiError."""
+    contents: list[Any] = [
+        plain_content(one.content, f"inputs[{i}]", call, reads_images=True)
+        for i, one in enumerate(body.inputs or ())
+    ] or [[image_part(url, f"images[{i}]")] for i, url in enumerate(body.images or ())]
+    return [[{"role": "user", "content": content}] for content in contents]
 
 
 def _prompt_name(pooling: Pooling, input_type: str | None) -> str | None:

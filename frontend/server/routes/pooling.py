@@ -7,6 +7,7 @@ Must not know: how texts are run, the engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -17,9 +18,9 @@ from starlette.responses import Response
 from ....ipc.checks import INT64_MAX
 from ....ipc.errors import InvalidParameterError
 from ....ipc.models.pooling import Pooling
-from ....ipc.params import POOLING_TASKS, PoolingParams, SamplingParams
+from ....ipc.params import POOLING_TASKS, PoolingParams
 from ...pooling_outputs import PoolingRequestOutput
-from ...requests.prompts import IMAGES, PreparedImages, Prompt
+from ...requests.prompts import Prompt
 from ..apis.openai_messages import OpenAIMessage, plain_messages
 from ..apis.pooling_answer import (
     Classification,
@@ -40,8 +41,12 @@ from ..http.errors import invalid, missing, refused
 from ..http.openapi import ApiRoute
 from ..request_body import read_body
 from ..state import ServerState
-from ..turns.chat_turn import ChatTurn, render_turn
-from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
+from ..turns.pooling_run import (
+    PoolingJob,
+    pooling_of,
+    prompts_of_conversations,
+    run_pooling,
+)
 from ..turns.sampling import TokenId
 from ..turns.tokenizing import prompts_of
 
@@ -144,17 +149,18 @@ async def pooled(
     pooling = pooling_of(state, tasks, body.model)
     task = next(task for task in pooling.tasks if task in tasks)
     dimensions = body.dimensions if isinstance(body, EmbeddingBody) else None
-    job = PoolingJob(
-        f"{kind}-{call.suffix}",
-        await _prompts(state, call, body),
-        pooling_params(body, task, dimensions),
-        dict.fromkeys(
-            ("prompt", "prompt_token_ids"), "input" if body.messages is None else "messages"
-        ),
-        body.prompt_name,
-        body.priority or 0,
-    )
-    outputs = await run_pooling(state, call, job)
+    with ExitStack() as held:
+        job = PoolingJob(
+            f"{kind}-{call.suffix}",
+            await _prompts(state, call, body, held),
+            pooling_params(body, task, dimensions),
+            dict.fromkeys(
+                ("prompt", "prompt_token_ids"), "input" if body.messages is None else "messages"
+            ),
+            body.prompt_name,
+            body.priority or 0,
+        )
+        outputs = await run_pooling(state, call, job)
 
     def whole(rows: list[Any]) -> PoolingList:
         pairs = enumerate(zip(rows, outputs, strict=True))
@@ -164,21 +170,20 @@ async def pooled(
     return await json_rows(outputs, whole, body.encoding_format)
 
 
-async def _prompts(state: ServerState, call: HttpCall, body: InputBody) -> Sequence[Prompt]:
+async def _prompts(
+    state: ServerState, call: HttpCall, body: InputBody, held: ExitStack
+) -> Sequence[Prompt]:
     if body.messages is None:
         if body.input is None:
             raise missing("input")
         return prompts_of(body.input, "input", state.server_config.max_prompts_per_request)
     if body.input is not None:
         raise invalid("messages", "Only one of 'input' and 'messages' is allowed.")
-    turn = ChatTurn(
-        request_id=call.request_id,
-        messages=plain_messages(body.messages, call, state.reads_images),
-        params=SamplingParams(),
+    messages = plain_messages(body.messages, call, state.reads_images)
+    return await prompts_of_conversations(
+        *(state, call, [messages], "messages", held),
         add_generation_prompt=bool(body.add_generation_prompt),
     )
-    rendered = await render_turn(state, call, turn)
-    return [{"prompt_token_ids": rendered.token_ids, IMAGES: PreparedImages(rendered.images)}]
 
 
 def _embedding(index: int, row: Any, output: PoolingRequestOutput, pooling: Pooling) -> Embedding:

@@ -1,5 +1,5 @@
-"""The texts of one call as requests that pool: checked, tokenized beside the event loop, admitted
-as one, and run.
+"""The texts and conversations of one call as requests that pool: checked, tokenized beside the
+event loop, admitted as one, and run.
 
 Must not know: the format of any API's response.
 """
@@ -7,21 +7,24 @@ Must not know: the format of any API's response.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ....ipc.errors import InvalidParameterError
 from ....ipc.models.pooling import Pooling
-from ....ipc.params import PoolingParams
+from ....ipc.params import PoolingParams, SamplingParams
 from ...outputs import RequestMetrics
 from ...pooling_outputs import PoolingRequestOutput
 from ...requests.input_processor import ProcessedRequest
-from ...requests.prompts import Prompt
+from ...requests.prompts import IMAGES, PreparedImages, Prompt
+from ...text.chat_images import Messages
 from ..admission import in_turn
 from ..http.call import HttpCall
 from ..http.errors import ApiError, invalid, refused, unsupported
 from ..state import ServerState
+from .chat_turn import ChatTurn, render_turn
 from .generation import failure, running_id, summary_of, until
 from .tokenizing import check_num_characters
 
@@ -48,6 +51,35 @@ class PoolingJob:
     names: dict[str, str] = field(default_factory=dict)
     prompt_name: str | None = None
     priority: int = 0
+
+
+async def prompts_of_conversations(
+    state: ServerState,
+    call: HttpCall,
+    conversations: Sequence[Messages],
+    name: str,
+    held: ExitStack,
+    *,
+    add_generation_prompt: bool = False,
+) -> list[Prompt]:
+    """Returns a prompt of token ids, with its images, for each conversation. Their memory is
+    counted until `held` is closed. name: the field of the body, for errors. Raises ApiError.
+    """
+    prompts: list[Prompt] = []
+    for number, messages in enumerate(conversations):
+        turn = ChatTurn(
+            request_id=f"{call.request_id}-{number}",
+            messages=messages,
+            params=SamplingParams(),
+            add_generation_prompt=add_generation_prompt,
+            names={"prompt": name, "multi_modal_data": name},
+        )
+        rendered = await render_turn(state, call, turn)
+        num_bytes = sum(len(item.pixels.data) for item in rendered.images)
+        held.enter_context(state.held_pixels.holding(call.tenant, num_bytes))
+        images = PreparedImages(rendered.images)
+        prompts.append({"prompt_token_ids": rendered.token_ids, IMAGES: images})
+    return prompts
 
 
 def pooling_of(state: ServerState, tasks: Sequence[str], model: str | None) -> Pooling:

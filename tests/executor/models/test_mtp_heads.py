@@ -55,7 +55,10 @@ class Drafts(NamedTuple):
 
 def watch(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Drafts]:
     """The list grows with each of the head's drafts."""
-    runner = llm.llm_engine.client._engine.core.executor.runner
+    return watch_runner(llm.llm_engine.client._engine.core.executor.runner, monkeypatch)
+
+
+def watch_runner(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[Drafts]:
     drafter, seen, passes = runner.speculation.drafter, [], []
 
     def watch_pass(inputs: Any) -> Any:

@@ -1,0 +1,111 @@
+"""Drafts for prompts with images: of a head for multi-token prediction, which reads rows of images
+and positions with three components, against the same in torch; no draft changes a bit.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from quire.tests.executor.models.test_mtp_heads import assert_those_of, watch_runner
+from quire.tests.mtp_checkpoints import TorchHead, save_with_head
+from quire.tests.test_images import answers, parts_of, request_of, start
+from quire.tests.tiny_models import save_tiny_model
+from quire.tests.tiny_vision import (
+    IMAGE_TOKEN,
+    save_tiny_vision_model,
+    transformers_inputs,
+    transformers_rows,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+KIND = "qwen3_5"
+FILE, CONFIG = "model.safetensors", "config.json"
+DRAFTING = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+
+
+def save_seeing_head(directory: Path, is_right: bool) -> None:
+    """Writes the text model with its head to `text`, and with an encoder to `whole`."""
+    save_with_head(directory / "text", "qwen3_5_text", is_right=is_right)
+    save_tiny_vision_model(directory / "whole", KIND)
+    tensors = load_file(directory / "whole" / FILE)
+    own = load_file(directory / "text" / FILE)
+    tensors |= {name.replace("model.", "model.language_model.", 1): t for name, t in own.items()}
+    save_file(tensors, directory / "whole" / FILE, metadata={"format": "pt"})
+    config = json.loads((directory / "whole" / CONFIG).read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (directory / "whole" / CONFIG).write_text(json.dumps(config))
+
+
+class SeeingHead(TorchHead):
+    """The head after a prompt with images."""
+
+    def __init__(self, directory: Path, prompt: list[int], images: list[Tensor]):
+        from transformers import AutoModelForImageTextToText
+
+        super().__init__(directory / "text")
+        auto = AutoModelForImageTextToText
+        self.whole = auto.from_pretrained(directory / "whole", dtype=torch.float32).eval()
+        self._images = images
+        self._rows = [transformers_rows(self.whole, KIND, one) for one in images]
+        tokens = [*prompt, *range(1, 60)]  # positions of what follows depend on no token
+        inputs = transformers_inputs(self.whole, KIND, tokens, images)
+        names = "input_ids", "image_grid_thw", "mm_token_type_ids"
+        place = self.whole.model.get_rope_index
+        self._positions = place(**{name: inputs[name] for name in names})[0]
+
+    @torch.no_grad()
+    def hidden(self, token_ids: list[int]) -> Tensor:
+        inputs = transformers_inputs(self.whole, KIND, token_ids, self._images)
+        return self.whole.model(use_cache=False, **inputs).last_hidden_state[0]
+
+    def embed(self, token_ids: list[int]) -> Tensor:
+        embedded = super().embed(token_ids)
+        places = torch.tensor(token_ids) == IMAGE_TOKEN
+        if places.any():  # the first token may be one, which the head does not read
+            embedded[places] = torch.cat(self._rows)[-int(places.sum()) :]
+        return embedded
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        """By transformers' angles of three components."""
+        positions = self._positions[..., : len(x)]
+        cos, sin = self.whole.model.language_model.rotary_emb(x, positions)
+        turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+        first, second = turned.chunk(2, -1)
+        swapped = torch.cat([-second, first], -1)
+        return torch.cat([turned * cos[0, :, None] + swapped * sin[0, :, None], rest], -1)
+
+
+def test_a_head_reads_rows_of_images(tmp_path, monkeypatch):
+    """In chunks that cut through images, of which the shortest could wait for the next drafts."""
+    save_seeing_head(tmp_path, is_right=False)
+    core = start(tmp_path / "whole", max_num_batched_tokens=13, speculative_config=DRAFTING)
+    seen = watch_runner(core.executor.runner, monkeypatch)
+    for name in ("last", "several"):
+        seen.clear()
+        parts = parts_of(KIND)[name]
+        request = request_of(core, name, parts, max_tokens=14, ignore_eos=True)
+        answers(core, request)
+        images = [part for part in parts if not isinstance(part, list)]
+        assert_those_of(SeeingHead(tmp_path, request.prompt_token_ids, images), seen)
+
+
+def test_drafts_change_no_bit(tmp_path):
+    """A draft model reads the text alone."""
+    save_seeing_head(tmp_path, is_right=True)
+    draft = str(save_tiny_model(tmp_path / "draft", "qwen2"))
+    settings: dict[str, Any] = {"dtype": "bfloat16", "max_num_batched_tokens": 32}
+    found, metrics = [], []
+    for wanted in (None, DRAFTING, DRAFTING | {"method": "draft_model", "model": draft}):
+        core = start(tmp_path / "whole", speculative_config=wanted, **settings)
+        requests = [
+            request_of(core, name, parts, max_tokens=24, ignore_eos=True)
+            for name, parts in parts_of(KIND).items()
+        ]
+        found.append(answers(core, *requests))
+        metrics.append(core.observer.get_metrics())
+    assert found[0] == found[1] == found[2]
+    assert metrics[1]["num_accepted_tokens"] > 20 and metrics[2]["num_draft_tokens"] > 20

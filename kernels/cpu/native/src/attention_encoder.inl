@@ -131,8 +131,8 @@ struct EncoderAttender {
     const EncoderPlan& plan;
     const int64_t state_size;
     size_t num_bytes = 0;
-    float* states;  // [strips, state_size]: maxima, sums of weights, sums of values [head_dim,
-                    // LANES]
+    float* states;     // [strips, state_size]: maxima, sums of weights, sums of values [head_dim,
+                       // LANES]
     float* positions;  // [strips, LANES]: the rows' tokens
     float* scores;     // [TILE + 1, LANES]
     float* bias;       // by position minus key's position, from -bias_distance - LANES on
@@ -143,9 +143,7 @@ struct EncoderAttender {
 
     // memory: num_bytes, or null for an object that only counts them
     EncoderAttender(const EncoderAttention& a, const EncoderPlan& plan, char* memory)
-        : a(a),
-          plan(plan),
-          state_size(VALUES + a.head_dim * L) {
+        : a(a), plan(plan), state_size(VALUES + a.head_dim * L) {
         const int64_t strips = ceil_div(plan.most_rows, L);
         const auto take = [&](auto*& part, int64_t size) {
             if (memory) part = (std::remove_reference_t<decltype(part)>)(memory + num_bytes);

@@ -89,7 +89,8 @@ def make_slot(
 ) -> ModelSlot:
     """Makes the slot of one of `num_models`."""
     if model.args.device == "auto":
-        model = ServedModel(model.name, EngineArgs(**vars(model.args) | {"device": "cpu"}))
+        on_a_cpu: dict[str, Any] = vars(model.args) | {"device": "cpu"}
+        model = ServedModel(model.name, EngineArgs(**on_a_cpu))
     plan = plan_beside(model.args, limit_bytes, num_models)
     args = sized(model, plan)
     engine_config = resolve(args)

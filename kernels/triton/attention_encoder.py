@@ -152,7 +152,7 @@ def encoder_kernel(
         tl.zeros((ROWS, WIDTH), tl.float32),
         acc_tail,
     )
-    SIZES: tl.constexpr = (SIZE, WIDTH, TAIL)
+    SIZES: tl.constexpr = (SIZE, WIDTH, TAIL)  # pyright: ignore[reportAssignmentType]
     first, stop, num_tiles = 0, length // TILE, tl.cdiv(length, TILE)
     if WINDOW:
         last_token = tl.minimum(first_token + ROWS, length) - 1

@@ -29,7 +29,7 @@ from quire.tests.features import (
 from quire.tests.test_feature_matrix import Matrix, tolerance
 
 TENSOR_RANKS, STAGES = RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
-FAST = [(STAGES, MULTI_STEP), (TENSOR_RANKS, SPECULATION)]
+FAST = [(STAGES, MULTI_STEP), (STAGES, QUANTIZED), (TENSOR_RANKS, SPECULATION)]
 REFUSED = [
     (FALLBACK, "must be 1 with a model of type"),
 ]

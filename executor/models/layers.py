@@ -413,6 +413,11 @@ class LayerFactory:
         return Linear({name: out_features}, weight, None, packer, adapters)
 
     @property
+    def quantizes_heads(self) -> bool:
+        """Whether output heads are quantized as the model is loaded."""
+        return bool(self._bits)
+
+    @property
     def _head_bits(self) -> int | None:
         return self._bits and HEAD_BITS
 

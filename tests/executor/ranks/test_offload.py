@@ -211,7 +211,7 @@ def test_a_rank_that_gets_no_file_refuses_the_start(tiny, tmp_path):
 def test_random_workloads_with_ranks_that_lose_blocks(tiny, kind, size, num_stages, num_seeds):
     """Requests that come and go; a rank does not store, or does not find, what the others do."""
     layers = {"num_hidden_layers": 4} if kind == WINDOWED else {}
-    model, rng = tiny(kind, **layers), random.Random(19)
+    model = tiny(kind, **layers)
     options = settings_of(kind, max_model_len=256)
     options["num_gpu_blocks_override"] = 70 if kind == WINDOWED else 33
     large = RankThreads.of(model, size, num_stages, **options | LARGE)
@@ -221,9 +221,9 @@ def test_random_workloads_with_ranks_that_lose_blocks(tiny, kind, size, num_stag
     with ExitStack() as stack:
         stack.callback(large.shutdown)
         stack.callback(core.shutdown)
-        for rank in small.ranks:
+        for i, rank in enumerate(small.ranks):  # each fails by itself: their order is not fixed
             for method in ("store", "store_states", "load", "load_state"):
-                make_unreliable(stack, rank.offload, method, rng)
+                make_unreliable(stack, rank.offload, method, random.Random(f"b{i} {method}"))
         for seed in range(num_seeds):
             jobs = jobs_of(seed, 20)
             wanted, _ = run_jobs(large, large.config, jobs)

@@ -22,6 +22,7 @@ from quire.tests.features import (
     GGUF,
     LOGPROBS,
     MULTI_STEP,
+    OVERLAP,
     QUANTIZED,
     SPECULATION,
     SWAP,
@@ -37,6 +38,7 @@ PAIRS = [
     pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow, id=f"{pair[0]}-{pair[1]}")
     for pair in ((ranks, feature) for ranks in RANKS for feature in FEATURES)
     if pair[1] not in [feature for feature, _ in REFUSED]
+    and pair != (STAGES, OVERLAP)  # async_scheduling changes nothing with stages
 ]
 
 

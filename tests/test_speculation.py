@@ -417,7 +417,6 @@ def test_completions_beams_and_stops():
             {"speculative_config": {"prompt_lookup_min": 5, "prompt_lookup_max": 3}},
             "prompt_lookup_min",
         ),
-        ({"speculative_config": {}, "device": "cuda"}, "speculative_config: "),
         ({"speculative_config": {"method": "draft_model"}}, "needs a model"),
         ({"speculative_config": {"model": "bundled"}}, "model needs one of the methods"),
         ({"speculative_config": {"method": "draft_model", "model": "/none"}}, "model: "),

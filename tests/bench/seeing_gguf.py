@@ -128,7 +128,10 @@ KINDS = {
     ),
     "qwen3_vl_2b": Kind(
         *("qwen3_vl", _QWEN, "<|vision_start|><|image_pad|><|vision_end|>", _HALF, ((896, 896),)),
-        _SMALL_TEXT | {"rope_parameters": _mrope(5e6, 11, 11, 10)},
+        # llama.cpp needs more layers than those that add the rows of three
+        _SMALL_TEXT
+        | {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+        | {"rope_parameters": _mrope(5e6, 11, 11, 10)},
         {
             "hidden_size": 1024,
             "intermediate_size": 4096,

@@ -92,7 +92,7 @@ def test_help_shows_the_most_used_flags_and_help_all_all_of_them(
                 if flag not in ("--help", "--help-all", "--config", "--print-config")
             ]
         )
-        <= 13
+        <= 14
     )
     assert "\n  --quantization" in short and "\n  --num-threads" in short
     topics = ("model", "load", "cache", "scheduler", "lora", "device", "service")

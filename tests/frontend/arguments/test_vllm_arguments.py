@@ -318,12 +318,6 @@ def test_arguments_with_another_name_here() -> None:
     assert EngineArgs(shutdown_timeout=7) == EngineArgs()
 
 
-def test_experts_are_divided_among_engines_only() -> None:
-    args = EngineArgs("bundled", enable_expert_parallel=True, tensor_parallel_size=2)
-    with pytest.raises(InvalidParameterError, match="enable_expert_parallel: .*tensor ranks"):
-        args.create_engine_config()
-
-
 @pytest.mark.parametrize("name", OF_SERVE)
 def test_every_server_flag_of_vllm(name, capsys) -> None:
     parser = serve.make_parser([])

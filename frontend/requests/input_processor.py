@@ -99,6 +99,7 @@ class InputProcessor:
         images: ImageInputs | None = None,
     ):
         self.images = images or ImageInputs(config, tokenizer)
+        self._has_places = self.images.reads_images  # for images in prompts
         self._model_config = config.model_config
         self._generates = config.model_config.runner != "pooling"
         self._enable_lora = config.lora_config.enable_lora
@@ -251,7 +252,8 @@ class InputProcessor:
         if truncated_to is not None:
             token_ids = self._truncated(token_ids, truncated_to)
         self._check_token_ids(token_ids, self._max_prompt_len)
-        self._check_places(parts, token_ids)
+        if self._has_places:
+            self._check_places(parts, token_ids)
         return token_ids, []
 
     def _check_places(self, parts: PromptParts, token_ids: list[int]) -> None:

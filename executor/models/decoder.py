@@ -260,9 +260,7 @@ class Decoder(Model):
         reads_table |= is_tied or make.has_draft_head
         self.embed_tokens: Embedding | None = None
         if self.stages.is_first or (self.stages.is_last and reads_table):
-            # a table that is quantized with the head has the same rows in a stage without the head
-            is_tied &= self.stages.is_last or make.quantizes_heads
-            head = "lm_head" if is_tied else None
+            head = "lm_head" if is_tied and (self.stages.is_last or make.quantizes_heads) else None
             self.embed_tokens = make.embedding(
                 names.embedding, config.vocab_size, config.hidden_size, head
             )

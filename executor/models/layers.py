@@ -414,7 +414,9 @@ class LayerFactory:
 
     @property
     def quantizes_heads(self) -> bool:
-        """Whether output heads are quantized as the model is loaded."""
+        """Whether output heads are quantized as the model is loaded. A table that is tied to one
+        has the quantized rows, in a stage without the head, too.
+        """
         return bool(self._bits)
 
     @property

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
-from msgspec import inspect
 
 from ..ipc.checks import unknown_argument
 from ..ipc.config import (
@@ -34,6 +33,7 @@ from ..ipc.models.ranks import check_ranks
 from ..ipc.models.rope_config import INDEX_TOPK, model_context
 from ..ipc.own_files import user_cache
 from .arguments import vllm_arguments
+from .arguments.field_types import describe_type
 from .arguments.speculation import check_speculation, resolve_speculation
 from .model_info.choose_device import choose_device
 from .model_info.cpu import prefers_bfloat16
@@ -224,49 +224,6 @@ def _checked(field: ConfigField, value: Any) -> Any:
         raise InvalidParameterError(
             name, f"must be {describe_type(field.type)}, got {value!r}"
         ) from None
-
-
-def describe_type(declared_type: Any) -> str:
-    """Describes a field's type and range, e.g. "an integer, at least 1" (for errors and for
-    --help).
-    """
-    return _describe(inspect.type_info(declared_type))
-
-
-def _describe(info: inspect.Type) -> str:
-    match info:
-        case inspect.Metadata():
-            return _describe(info.type)
-        case inspect.UnionType():
-            return ", or ".join(_describe(member) for member in info.types)
-        case inspect.LiteralType():
-            return "one of " + ", ".join(map(repr, info.values))
-        case inspect.IntType() | inspect.FloatType():
-            limits = (
-                ("at least", info.ge),
-                ("more than", info.gt),
-                ("at most", info.le),
-                ("less than", info.lt),
-            )
-            words = [f"{word} {limit}" for word, limit in limits if limit is not None]
-            return ", ".join(
-                ["an integer" if isinstance(info, inspect.IntType) else "a number", *words]
-            )
-        case inspect.StrType():
-            return "a string"
-        case inspect.BoolType():
-            return "True or False"
-        case inspect.NoneType():
-            return "None"
-        case inspect.DictType(key_type=inspect.LiteralType(values=keys), value_type=value):
-            return f"a dict with keys of {', '.join(map(str, keys))}, each {_describe(value)}"
-        case inspect.DictType():
-            return "a dict with string keys"
-        case inspect.ListType():
-            return "a list of strings"
-        case inspect.StructType(fields=fields):
-            return f"a dict with keys of {', '.join(field.name for field in fields)}"
-    return "a different type"
 
 
 def _names_model(name: str, wanted: Any, config: EngineConfig) -> bool:

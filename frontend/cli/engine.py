@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...ipc.errors import InvalidParameterError, QuireError
 from ...ipc.process import INTERRUPTS_IGNORED, exec_daemon, ignores_interrupts
-from ..engine_args import EngineArgs
 from .flags import LISTEN, REPLACE, engine_flags, given
 from .parser import Parser
 from .plan import render
 from .sources import naming_sources
+
+if TYPE_CHECKING:
+    from ..engine_args import EngineArgs
 
 USAGE = "--listen ipc://PATH [MODEL] [engine flags]"
 DESCRIPTION = (
@@ -48,6 +50,8 @@ def main(argv: list[str]) -> int:
     listen = getattr(args, "listen", None)
     if listen is None:
         parser.error("the following arguments are required: --listen")
+    from ..engine_args import EngineArgs
+
     with naming_sources(args.settings):
         engine_args = EngineArgs(**given(args, engine_flags()))
         config = engine_args.create_engine_config()

@@ -16,8 +16,8 @@ import msgspec
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import StructuredOutputsParams
 from ..arguments import vllm_arguments
+from ..arguments.field_types import describe_type
 from ..arguments.quantities import parse_bytes, parse_count
-from ..engine_args import describe_type
 
 if TYPE_CHECKING:
     from .flags import Flag

@@ -11,7 +11,7 @@ import pytest
 import quire
 from quire import AsyncLLM, EngineArgs, InvalidParameterError, ModelLoadError
 from quire.frontend import engine_args
-from quire.frontend.engine_args import describe_type
+from quire.frontend.arguments.field_types import describe_type
 from quire.ipc.config import EngineConfig, config_fields
 
 

@@ -21,6 +21,7 @@ REASONS = {
     r"^tests/executor/runner/test_bursts|test_narrowed|native_call": CPU_KERNELS,
     r"^tests/executor/(ranks|groups)/|^tests/test_(ranks|expert_parallel|replicas)": SEVERAL,
     r"^tests/test_(\w+_)?equalities|[_-]bits?\b|_bit_|changes_no_bit": CPU_BITS,
+    r"blocks_are_kept_and_planned": CPU_BITS,
     r"\bint8\b|\bint4\b": NO_KERNEL,
     r"_resident_|_pages_|huge_pages": MEMORY,
 }

@@ -46,9 +46,13 @@ def oracle() -> Callable[..., torch.nn.Module]:
 
     def load(directory: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
         if (directory, dtype) not in loaded:
-            loaded[directory, dtype] = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=dtype
-            ).eval()
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+            for module in model.modules():
+                # transformers 5.17 does not read these keys of gpt-oss: it uses 1.702 and 7
+                if type(module).__name__ == "GptOssExperts":
+                    module.alpha = getattr(model.config, "swiglu_alpha", module.alpha)
+                    module.limit = model.config.swiglu_limit
+            loaded[directory, dtype] = model
         return loaded[directory, dtype]
 
     return load

@@ -90,7 +90,9 @@ def test_tokens_outside_the_head_are_never_drafted(kind, target, tmp_path):
     head = make_head(kind, target)
     heads.save(head, tmp_path, torch.float32)
     with make_llm(kind, tmp_path) as llm:
-        logits = drafting_passes(llm).model.compute_logits(torch.randn(3, 256))
+        model = drafting_passes(llm).model
+        hidden = torch.randn(3, 256, device=model.state.device)
+        logits = model.compute_logits(hidden)
     is_absent = logits == ABSENT
     assert is_absent.sum(1).tolist() == 3 * [0 if kind == "mtp" else logits.shape[1] - 900]
 

@@ -35,6 +35,17 @@ def test_logits_are_f32_from_the_start(dtype, bias):
     assert products == [torch.float32] and not any("copy" in name for name, _ in calls.made)
 
 
+@pytest.mark.parametrize("outputs", [17, 24])
+def test_a_sum_is_rounded_once(outputs):
+    """Where cuBLAS may round before it adds the bias, the product is in fp32."""
+    empty = {"dtype": torch.bfloat16, "device": "meta"}
+    multiply = pack_linear(torch.empty(outputs, 64, **empty), torch.empty(outputs, **empty))
+    with Calls() as calls:
+        assert multiply(torch.empty(3, 64, **empty)).dtype == torch.bfloat16
+    (product,) = [dtype for name, dtype in calls.made if "mm" in name]
+    assert product == (torch.float32 if outputs % 8 else torch.bfloat16)
+
+
 def test_the_weight_is_not_copied():
     weight = torch.randn(8, 4)
     multiply = pack_linear(weight, None)

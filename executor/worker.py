@@ -61,6 +61,7 @@ from .runner.cuda_graphs import Capture, CudaCapture, GraphedStep
 from .runner.image_table import ImageTable
 from .runner.launched_steps import HostStep, PendingStep
 from .runner.model_runner import ModelRunner
+from .runner.padded_graphs import MOST_TOKENS, PaddedStep
 from .runner.speculation.draft_depth import DraftDepth
 from .runner.speculation.drafters import LookupDrafter
 from .runner.speculation.pass_costs import (
@@ -369,9 +370,11 @@ class Worker:
         num_bytes = devices.free_share_bytes(
             self.device, self.config.cache_config.gpu_memory_utilization
         )
-        # a step takes it once, and graphs, which have a memory pool of their own, take it again
+        # A step takes it once, and graphs, which have a memory pool of their own, take it again.
+        # They do not sample, which leaves room for the results that they keep.
         max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
-        for num_tokens in (max_num_tokens, scheduler_config.max_num_seqs):
+        most_padded = max(scheduler_config.max_num_seqs, min(MOST_TOKENS, max_num_tokens))
+        for num_tokens in (max_num_tokens, most_padded):
             num_logits = min(num_tokens, max_num_logits(scheduler_config))
             num_bytes -= devices.peak_bytes(
                 self.device,
@@ -423,7 +426,7 @@ class Worker:
         """What passes cost; None of an engine that doesn't ask."""
 
         def verify(num_tokens: int) -> None:
-            # rows without logits: no graph has such a pass, and none that verifies
+            # rows without logits: no graph of decodes has such a pass, and none that verifies
             self.run_pass(num_tokens, max(1, num_tokens - 1))
 
         is_on_cpu = self.device.type == "cpu"
@@ -476,18 +479,22 @@ class Worker:
         return Limits(resolved(scheduler_config.max_num_batched_tokens), num_requests, num_logits)
 
     def _make_graphs(self, capture: Capture) -> GraphedStep:
-        graphs = GraphedStep(
-            self.model,
-            self.ops,
-            self.config.scheduler_config.max_num_seqs,
+        max_num_seqs, model = self.config.scheduler_config.max_num_seqs, (self.model, self.ops)
+        sizes = (
             resolved(self.config.model_config.max_model_len),
             self.config.cache_config.block_size,
-            self.device,
-            capture,
-            len(self.kv_cache_windows),
-            self.loras.is_enabled,
-            self._states is not None,
-            self.model.images is not None,
+        )
+        num_groups, has_adapters = len(self.kv_cache_windows), self.loras.is_enabled
+        has_states, has_images = self._states is not None, self.model.images is not None
+        others = self.device, capture, num_groups, has_adapters
+        padded = None
+        if not has_states:
+            limits = self._limits
+            most = limits.num_tokens, limits.num_logits
+            padded = PaddedStep(*model, *most, *sizes, *others, has_images)
+            padded.prepare()  # first, since it takes the most memory
+        graphs = GraphedStep(
+            *model, max_num_seqs, *sizes, *others, has_states, has_images, other_steps=padded
         )
         graphs.prepare()
         return graphs

@@ -8,7 +8,7 @@ fills the first rows. A graph serves every batch up to its size: the remaining r
 tokens with a context of one and store nothing.
 
      step of decodes ──▶ buffers[:size] ──▶ graph[size] ──▶ results[:number of requests]
-     any other step  ──▶ operation by operation
+     any other step  ──▶ another Forward (padded_graphs.py), or operation by operation
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from ...ipc.platform_tuning import without_collections
 from ...kernels.ops import AttentionMetadata, ImageRows, StateRows, make_metadata
 from ...kernels.registry import OpTable
-from ..model import Model, padded, uncounted
+from ..model import Forward, Model, padded, uncounted
 from ..program.step_program import OpByOp
 from .image_table import NO_ROW, no_images
 from .state_table import NO_STATE, no_states
@@ -67,12 +67,15 @@ class GraphedStep:
         has_adapters: bool = False,
         has_states: bool = False,
         has_images: bool = False,
+        other_steps: Forward | None = None,
     ):
         """num_groups: of layers that have block tables of their own. has_adapters: whether the
         model's layers take LoRA adapters. has_states: whether they keep states. has_images: whether
-        the model reads images.
+        the model reads images. other_steps: runs steps that have no graph here; None: operation by
+        operation.
         """
         self._run = OpByOp(model, ops)
+        self._other_steps = other_steps or self._run
         self._uncounted, self._padded = partial(uncounted, model), partial(padded, model)
         self._capture = capture
         self._sizes = graph_sizes(max_num_seqs)
@@ -140,7 +143,7 @@ class GraphedStep:
         """See Forward. The next replayed step overwrites a graph's results."""
         count = len(metadata.query_lens)
         if not count == metadata.num_decodes == len(logits_indices) or count > self._sizes[-1]:
-            return self._run(token_ids, positions, metadata, logits_indices, token_types)
+            return self._other_steps(token_ids, positions, metadata, logits_indices, token_types)
         size = self._sizes[bisect_left(self._sizes, count)]
         if token_ids.data_ptr() != self._token_ids.data_ptr():
             self._copy(count, size, token_ids, positions, metadata)

@@ -4,8 +4,9 @@ which shapes.
 Must not know: models, requests.
 
 The launch for decodes depends on shapes alone. It can be captured in a CUDA graph, padded with
-requests of length 0, whose output is zero. The launch for longer queries depends on the host's list
-of their lengths and copies its work list from pinned memory, so it cannot be part of a graph.
+requests of length 0, whose output is zero. The launch for longer queries has as many programs as
+the host's lists of lengths ask for, which in a graph are the worst case; the device makes the list
+of their work.
 """
 
 from __future__ import annotations
@@ -332,20 +333,21 @@ def _work_once(metadata: AttentionMetadata, block_tokens: int, device: torch.dev
     """[items, 2] i32: a request, and the first token of a block of `block_tokens` of its query
     tokens.
 
-    Blocks with the longest context come first, so that the program that starts last is short.
+    Later blocks of a request, which have longer contexts, come first, so that the program that
+    starts last is short. The host's lists say how many items there are, and the device which. In a
+    graph the lists are those that give the most items; items that a step has no block for are the
+    first block of the last request, which is padding.
     """
     key = ("triton prefill", block_tokens)
     if key not in metadata.scratch:
-        items = []
-        for request in range(metadata.num_decodes, len(metadata.query_lens)):
-            query_len, length = metadata.query_lens[request], metadata.seq_lens_list[request]
-            items += [
-                (length - query_len + first, request, first)
-                for first in range(0, query_len, block_tokens)
-            ]
-        items.sort(reverse=True)
-        work = torch.tensor(
-            [item[1:] for item in items], dtype=torch.int32, pin_memory=device.type == "cuda"
-        )
-        metadata.scratch[key] = work.to(device, non_blocking=True)
+        num_decodes = metadata.num_decodes
+        num_items = sum(-(-length // block_tokens) for length in metadata.query_lens[num_decodes:])
+        num_blocks = (metadata.query_start_loc[num_decodes:].diff() - 1) // block_tokens + 1
+        ends = num_blocks.cumsum(0)
+        item = torch.arange(num_items - 1, -1, -1, device=device)
+        request = torch.searchsorted(ends, item, right=True).clamp_(max=len(num_blocks) - 1)
+        block = item - (ends - num_blocks).index_select(0, request)
+        first = torch.where(block < num_blocks.index_select(0, request), block * block_tokens, 0)
+        work = torch.stack((request + num_decodes, first), 1)
+        metadata.scratch[key] = work.to(torch.int32)
     return metadata.scratch[key]

@@ -12,6 +12,7 @@ from quire.executor.loras import Loras
 from quire.executor.runner.assembly import RunnerState, assemble, on_device
 from quire.executor.runner.cuda_graphs import GraphedStep
 from quire.executor.runner.model_runner import ModelRunner
+from quire.executor.runner.padded_graphs import PaddedStep
 from quire.executor.sampling.token_stages import make_stages
 from quire.executor.weights.lora_files import AdapterWeights
 from quire.ipc.config import LoRAConfig
@@ -41,8 +42,9 @@ def make_runner(device: str, copies: LateCopies | None = None) -> ModelRunner:
     batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, stages, loras=loras)
     if copies is None:
         return assemble(RunnerState(batch, CPU), model, ops)
-    sizes = NUM_SLOTS, MAX_LEN, BLOCK_SIZE
-    graphs = GraphedStep(model, ops, *sizes, CPU, FakeCapture(), has_adapters=True)
+    sizes, others = (MAX_LEN, BLOCK_SIZE), (CPU, FakeCapture(), 1, True)
+    padded = PaddedStep(model, ops, 16, NUM_SLOTS, *sizes, *others)
+    graphs = GraphedStep(model, ops, NUM_SLOTS, *sizes, *others, other_steps=padded)
     runner = assemble(on_device(RunnerState(batch, CPU), ops, copies), model, ops, graphs)
     runner.launched.launcher.warm_up()
     copies.forget()

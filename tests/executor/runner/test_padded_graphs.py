@@ -1,0 +1,100 @@
+"""Graphs of padded prompts, without a GPU: the tokens, caches and log-probabilities of steps that
+run operation by operation, and which steps have graphs.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from quire.executor.runner.padded_graphs import MOST_TOKENS, STEP, WIDTHS, padded_sizes
+from quire.executor.worker import Worker
+from quire.ipc.params import SamplingParams
+from quire.tests.executor.driver import Driver, Row, generate, start_executor
+from quire.tests.executor.on_device import FakeCapture, use_forward
+
+MAX_NUM_SEQS = 13
+
+
+class Sizes(FakeCapture):
+    """The numbers of tokens and of logits of every graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, int]] = []
+
+    def __call__(self, function):
+        replay, results = super().__call__(function)
+        self.shapes.append((len(results[0]), len(results[1])))
+        return replay, results
+
+
+def started(tiny, kind: str = "qwen3", dtype: str = "float32") -> Worker:
+    return start_executor(tiny(kind), dtype=dtype, max_num_seqs=MAX_NUM_SEQS, max_model_len=128)
+
+
+def with_graphs(executor: Worker) -> Sizes:
+    if executor.runner.ops.chosen["paged_attention"] == "cpu":
+        pytest.skip("torch's attention takes lengths from the lists on the host")
+    capture = Sizes()
+    use_forward(executor, executor._make_graphs(capture))
+    return capture
+
+
+def run_randomly(executor: Worker, seed: int) -> list[Row]:
+    chance = random.Random(seed)
+    prompts = [
+        [chance.randrange(300) for _ in range(chance.choice((1, 3, 16, 64, 100)))]
+        for _ in range(chance.randrange(1, MAX_NUM_SEQS + 1))
+    ]
+    params = SamplingParams(temperature=chance.choice((0.0, 0.8)), seed=seed, logprobs=3)
+    return generate(executor, prompts, 5, params, chunk=lambda row: chance.choice((1, 5, 70, 100)))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("gemma3_text", "bfloat16"), ("qwen3_moe", "float32")])
+def test_padded_steps_give_the_same_tokens_and_caches(kind, dtype, tiny):
+    plain, graphed = started(tiny, kind, dtype), started(tiny, kind, dtype)
+    use_forward(plain, None)
+    capture = with_graphs(graphed)
+    for seed in range(3):
+        rows, others = run_randomly(graphed, seed), run_randomly(plain, seed)
+        assert [row.output for row in rows] == [other.output for other in others]
+        for row, other in zip(rows, others, strict=True):
+            assert row.error is None
+            for mine, theirs in zip(row.logprobs, other.logprobs, strict=True):
+                np.testing.assert_allclose(mine[1], theirs[1], rtol=0, atol=1e-4)
+    for mine, theirs in zip(
+        graphed.model.attention_layers(), plain.model.attention_layers(), strict=True
+    ):
+        torch.testing.assert_close(mine.key_cache, theirs.key_cache)
+        torch.testing.assert_close(mine.value_cache, theirs.value_cache)
+    of_prompts = [shape for shape in capture.shapes if shape[0] >= STEP]
+    assert len(of_prompts) == len(set(of_prompts)) > 3  # each once
+
+
+def test_which_steps_have_graphs(tiny):
+    executor = started(tiny)
+    capture = with_graphs(executor)
+    most, before = MAX_NUM_SEQS * 128, capture.shapes.copy()
+    assert before == [(most, MAX_NUM_SEQS), (MAX_NUM_SEQS, MAX_NUM_SEQS), (1, 1)]
+    driver = Driver(executor)
+    for i in range(9):
+        driver.add(f"r{i}", list(range(i + 1, i + 101)))
+    driver.step({"r0": 100})
+    driver.step({"r0": 1, "r1": 30, "r2": 30})  # beside a decode
+    driver.step({"r1": 70, "r2": 58})
+    assert capture.shapes[len(before) :] == [(128, 8), (64, 8)]
+    driver.step({f"r{i}": 7 for i in range(3, 9)} | {"r0": 1, "r1": 1, "r2": 12})  # nine rows
+    assert capture.shapes[len(before) + 2 :] == [(64, MAX_NUM_SEQS)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "length"), [(64, 1, 64), (8192, 8, 4096), (300, 4, 99)]
+)
+def test_sizes_leave_little_padding(tokens, width, length):
+    sizes = padded_sizes(tokens, width, length)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == min(MOST_TOKENS, tokens, width * length)
+    assert all(later - size <= STEP for size, later in zip([0, *sizes], sizes))
+    assert not padded_sizes(tokens, width, STEP - 1) and list(WIDTHS) == sorted(WIDTHS)

@@ -33,6 +33,7 @@ from ..ipc.params import (
 from .image_checks import ImageLimits, image_problem
 from .loras import LoraRegistry
 from .output_rows import OutputRows
+from .request import Request
 from .scheduling.results import write_end
 from .scheduling.scheduler import Scheduler
 
@@ -69,6 +70,8 @@ class Arrivals:
         self._rows = rows
         self._loras = loras
         self._deliver = deliver
+        self._pulls = config.cache_config.receives_kv
+        self._max_model_len = resolved(config.model_config.max_model_len)
 
     def add(self, request: EngineCoreRequest, client_index: int) -> None:
         """Queues a request.
@@ -82,19 +85,35 @@ class Arrivals:
                 raise InvalidParameterError("request_id", f"{request_id!r} is already in use")
         except InvalidParameterError as refusal:
             return self._refuse(str(request.request_id), refusal, client_index)
+        pull = self._pull(request) if self._pulls else None
         if request.structured_outputs is not None:
-            self._check_grammar(request, client_index)
+            self._check_grammar(request, client_index, pull)
+        elif pull is not None:
+            arrival = self._scheduler.reserve_arrivals(request.num_completions)
+            self.gate.add(request, client_index, arrival, pull)
         elif request.lora_request is not None:
             self._enter(request, client_index)
         else:
             self._scheduler.add_request(request, client_index)
 
-    def _check_grammar(self, request: EngineCoreRequest, client_index: int) -> None:
+    def _pull(self, request: EngineCoreRequest) -> Future[None] | None:
+        """Has other engines send what they have computed of the prompt. None: it does not wait for
+        them. Blocks of adapters mean something in one engine alone.
+        """
+        if request.lora_request is not None or isinstance(request.params, PoolingParams):
+            return None
+        return self._scheduler.kv_cache_manager.fetch(Request(request, self._max_model_len))
+
+    def _check_grammar(
+        self, request: EngineCoreRequest, client_index: int, pull: Future[None] | None
+    ) -> None:
         arrival = self._scheduler.reserve_arrivals(request.num_completions)
         owner = f"{client_index} {request.owner}"
         is_known = bool(request.resume_tokens)
         grammar = resolved(request.structured_outputs)
         check = self._checker.check_grammar(grammar, is_known=is_known, owner=owner)
+        if pull is not None:
+            check = after_both(check, pull)
         self.gate.add(request, client_index, arrival, check)
         self.admit_checked()
 
@@ -231,8 +250,24 @@ class GatedRequest:
         return RuntimeError(f"its grammar could not be checked: {error}")
 
 
+def after_both(check: Future, pull: Future[None]) -> Future[None]:
+    """The result of `check`, once `pull` is done, too."""
+    both: Future[None] = Future()
+
+    def pass_on(_: Future) -> None:
+        error = RuntimeError("it was cancelled") if check.cancelled() else check.exception()
+        if error is None:
+            both.set_result(None)
+        else:
+            both.set_exception(error)
+
+    pull.add_done_callback(lambda _: check.add_done_callback(pass_on))
+    return both
+
+
 class GrammarGate:
-    """Requests whose grammar is being checked. Then they take their place in order of arrival.
+    """Requests whose grammar is being checked, or whose blocks other engines send. Then they take
+    their place in order of arrival.
 
         add ──▶ waiting ──(a check completes, in some thread)──▶ checked ──▶ take, between two steps
                         ──(its deadline passes)────────────────▶ late ─────▶

@@ -199,7 +199,7 @@ class Observer:
         - "step": the number of the last step, -1 before the first.
         - "steps": those newer than `since_step`, at most the last 512, see StepRecords.newer_than.
         - "requests": see describe_requests; state "waiting", "running", "swapped", "held" (by a
-          pause) or "grammar".
+          pause) "grammar" or "kv transfer".
         - "num_blocks": of the KV cache.
         - "blocks", "blocks_per_cell", "block_counts": its blocks in at most `max_blocks` letters,
           and how many are in each state, see map_blocks.
@@ -325,13 +325,13 @@ def _state(request: Request, held: dict[str, Request]) -> str:
 
 
 def _describe_gated(gated: GatedRequest) -> dict[str, Any]:
-    """A request that waits for its grammar: nothing of it is computed, and with n > 1 it is still
-    one request.
+    """A request that waits for its grammar, or for blocks of other engines: nothing of it is
+    computed, and with n > 1 it is still one request.
     """
     request = gated.request
     return {
         "request_id": request.request_id,
-        "state": "grammar",
+        "state": "kv transfer" if request.structured_outputs is None else "grammar",
         "num_prompt_tokens": len(request.prompt_token_ids),
         "num_computed_tokens": 0,
         "num_output_tokens": len(request.resume_tokens),

@@ -597,7 +597,12 @@ class Worker:
         # the layers of a stage may keep nothing
         has_any = self.block_bytes or self._states
         if self.config.cache_config.kv_offloading_size and has_any:
-            self.offload = KVOffload(self._open_store(), self._block_memory(), self._finish_steps)
+            self.offload = KVOffload(
+                self._open_store(),
+                self._block_memory(),
+                self._finish_steps,
+                self.config.cache_config.kv_transfer_config,
+            )
         return self.offload
 
     def _block_memory(self) -> BlockMemory:

@@ -27,9 +27,10 @@ from ..ipc.config import (
 )
 from ..ipc.errors import InvalidParameterError
 from ..ipc.kv_events import check_kv_events
+from ..ipc.kv_transfer import check_kv_transfer
 from ..ipc.models.expert_parallel import check_expert_parallel
 from ..ipc.models.pooling import Pooling
-from ..ipc.models.ranks import check_ranks
+from ..ipc.models.ranks import check_ranks, num_ranks
 from ..ipc.models.rope_config import INDEX_TOPK, model_context
 from ..ipc.own_files import user_cache
 from .arguments import vllm_arguments
@@ -391,14 +392,20 @@ def _resolve_cache(config: EngineConfig, model_config: Any) -> Any:
         )
     check_kv_events(wanted.kv_events_config, has_prefix_cache=wanted.enable_prefix_caching)
     path = wanted.kv_offloading_path
-    if wanted.kv_offloading_size:
+    size = wanted.kv_offloading_size
+    if wanted.kv_transfer_config is not None and size is None:
+        size = 1.0  # GiB
+    if size:
         if not wanted.enable_prefix_caching:
             raise InvalidParameterError("kv_offloading_size", "needs enable_prefix_caching")
     elif path is not None:
         raise InvalidParameterError("kv_offloading_path", "needs kv_offloading_size, of its file")
     if path is not None:
         path = str(Path(path).expanduser().resolve())
-    return replace(wanted, kv_offloading_path=path)
+    num_engines = config.device_config.data_parallel_size
+    transfer = wanted.kv_transfer_config
+    check_kv_transfer(transfer, size, num_engines=num_engines, num_ranks=num_ranks(config))
+    return replace(wanted, kv_offloading_path=path, kv_offloading_size=size)
 
 
 def _resolve_lora(wanted: Any, model_config: Any) -> Any:

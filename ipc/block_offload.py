@@ -7,7 +7,11 @@ Must not know: where they are kept, what a block or a state holds, requests.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from .models.kv_layout import KVLayout
 
 GROUP_MARK = b"group"  # no hash begins with it
 
@@ -25,6 +29,26 @@ def group_of(name: bytes) -> int:
     """The group in whose blocks the name was given."""
     mark = len(GROUP_MARK)
     return int.from_bytes(name[mark : mark + 3]) if name.startswith(GROUP_MARK) else 0
+
+
+class Beginning(NamedTuple):
+    """The full blocks with which a prompt begins, all but those with its last token."""
+
+    layout: KVLayout
+    digests: Sequence[bytes]  # their hashes, 32 bytes each
+    cached: Container[bytes]  # names of those that the cache has
+    num_to_state: int = 0  # blocks before the deepest state that a checkpoint has
+
+
+@dataclass(slots=True)
+class Transfers:
+    """What went between engines; counters. Threads other than the engine's write them."""
+
+    num_blocks_pulled: int = 0
+    num_bytes_pulled: int = 0
+    num_pulls_failed: int = 0
+    num_blocks_sent: int = 0
+    num_bytes_sent: int = 0
 
 
 class BlockOffload(Protocol):
@@ -66,6 +90,19 @@ class BlockOffload(Protocol):
     @property
     def blocks_per_state(self) -> int:
         """How many blocks a kept state takes the room of; 0: the model keeps no states."""
+        ...
+
+    @property
+    def transfers(self) -> Transfers:
+        """Of blocks, and of the pieces of states."""
+        ...
+
+    def fetch(self, beginning: Beginning) -> Future[None] | None:
+        """Begins to bring what other engines have of a prompt and this one has not, so that it is
+        kept here. The future has its result, in another thread, when that is done or has failed, at
+        the latest after kv_transfer_config's timeout_s; it never raises. None: there is nothing to
+        wait for.
+        """
         ...
 
     def kept_blocks(self) -> Container[bytes]:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from .kv_events import KVEventsConfig
+from .kv_transfer import KVTransferConfig
 from .models.pooling import PoolerConfig, Pooling
 from .models.vision_config import VisionConfig
 
@@ -196,7 +197,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     kv_offloading_size: Annotated[
         NonNegativeFloat | None,
         "Host memory, or a file with kv_offloading_path, for cached blocks that the KV cache has "
-        "no room for, in GiB, of all ranks (CPU only). Default: none.",
+        "no room for, in GiB, of all ranks. Default: 1 with kv_transfer_config, else none.",
     ] = None
     kv_offloading_path: Annotated[
         str | None,
@@ -208,6 +209,22 @@ class CacheConfig(Section, frozen=True, kw_only=True):
         "Publishes over ZMQ which blocks the prefix cache has, for routers, as vLLM does: a JSON "
         'object such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.',
     ] = None
+
+    kv_transfer_config: Annotated[
+        KVTransferConfig | None,
+        "Sends blocks of the KV cache to other engines, or gets theirs, so that one engine "
+        "computes prompts and another continues them: a JSON object such as "
+        '{"kv_role": "kv_consumer", '
+        '"peers": ["ipc:///run/quire/prefill.kv"]}.',
+    ] = None
+
+    @property
+    def sends_kv(self) -> bool:
+        return self.kv_transfer_config is not None and self.kv_transfer_config.sends
+
+    @property
+    def receives_kv(self) -> bool:
+        return self.kv_transfer_config is not None and self.kv_transfer_config.receives
 
     @property
     def publishes_kv_events(self) -> bool:

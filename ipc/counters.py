@@ -74,6 +74,20 @@ class EngineCounters(msgspec.Struct):
     num_states_reloaded: Annotated[
         int, UNDER_ITS_NAME, "Such checkpoints read back from outside the cache."
     ] = 0
+    num_blocks_pulled: Annotated[
+        int, UNDER_ITS_NAME, "Blocks, and pieces of states, received from other engines."
+    ] = 0
+    num_bytes_pulled: Annotated[int, UNDER_ITS_NAME, "Bytes of these."] = 0
+    num_pulls_failed: Annotated[
+        int,
+        UNDER_ITS_NAME,
+        "Prompts of which another engine could not send what it has: it was refused, too slow, "
+        "gone, or sent damaged data. They were computed.",
+    ] = 0
+    num_blocks_sent: Annotated[
+        int, UNDER_ITS_NAME, "Blocks, and pieces of states, sent to other engines."
+    ] = 0
+    num_bytes_sent: Annotated[int, UNDER_ITS_NAME, "Bytes of these."] = 0
     num_images_encoded: Annotated[
         int, UNDER_ITS_NAME, "Images, or tiles of images, that the encoder has computed."
     ] = 0

@@ -10,6 +10,7 @@ peer cannot complete the handshake.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import zmq
+from zmq.utils import z85
 
 from .errors import InvalidParameterError, QuireError
 
@@ -230,6 +232,7 @@ def receive(source: zmq.Socket) -> list[zmq.Frame] | None:
 
 # milliseconds after which a peer that sends nothing counts as gone
 PEER_TIMEOUT_MS = 5000
+MOST_QUESTION_BYTES = 4 * 2**20  # of one that an engine asks another
 
 
 def bind_network(
@@ -261,6 +264,44 @@ def _for_network(made: zmq.Socket, address: str) -> zmq.Socket:
     return made
 
 
+def _keys_of(token: bytes) -> tuple[bytes, bytes]:
+    """The public and the secret key of all engines that have this token."""
+    secret_key = z85.encode(hashlib.sha256(b"quire kv transfer\0" + token).digest())
+    return zmq.curve_public(secret_key), secret_key
+
+
+def bind_to_engines(context: zmq.Context, address: str, token: bytes | None) -> zmq.Socket:
+    """A ROUTER for engines with the same token; None: for those of this user, at ipc://PATH.
+
+    Raises zmq.ZMQError.
+    """
+    if token is None:
+        made = _make_socket(context, zmq.ROUTER, MOST_QUESTION_BYTES)
+        made.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+    else:
+        made = _make_server(context, zmq.ROUTER, _keys_of(token)[1], MOST_QUESTION_BYTES)
+    try:
+        _for_network(made, address).bind(address)
+    except zmq.ZMQError:
+        made.close()
+        raise
+    return made
+
+
+def connect_to_engine(context: zmq.Context, address: str, token: bytes | None) -> zmq.Socket:
+    """A DEALER for `bind_to_engines`. It connects again by itself."""
+    if token is None:
+        made = _make_socket(context, zmq.DEALER, -1)
+    else:
+        made = _make_client(context, zmq.DEALER, Wire("", _keys_of(token)[0]), -1)
+    made.immediate = True  # no queue for a peer that is not there
+    made.reconnect_ivl_max = PEER_TIMEOUT_MS
+    _for_network(made, address).connect(address)
+    return made
+
+
 def has_peer(push: zmq.Socket) -> bool:
-    """Whether a PUSH of `bind_network` or `connect_network` is connected."""
+    """Whether a PUSH of `bind_network` or `connect_network`, or a DEALER of `connect_to_engine`, is
+    connected.
+    """
     return bool(int(push.get(zmq.EVENTS)) & int(zmq.POLLOUT))

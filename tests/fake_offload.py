@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Future
+
+from quire.ipc.block_offload import Beginning, Transfers
 
 
 class FakeOffload:
@@ -25,11 +28,15 @@ class FakeOffload:
         """wait: until the steps that were begun have run."""
         self.num_blocks, self.num_corrupt = num_blocks, 0
         self.num_stored = self.num_states_stored = 0
+        self.transfers = Transfers()
         self.loss, self.rng = 0.0, random.Random(0)
         self.kept: dict[bytes, list[int | None]] = {}  # the first leaves first
         self.kept_states: dict[bytes, int] = {}  # also
         self._cache, self._states, self._wait = cache, states, wait
         self._reported: set[bytes] = set()
+
+    def fetch(self, beginning: Beginning) -> Future[None] | None:
+        return None
 
     def kept_blocks(self) -> Container[bytes]:
         return self.kept

@@ -63,6 +63,7 @@ IPC_WHITELIST = {"msgspec", "zmq", "psutil"}
 SOCKETS_ALLOWED = {
     "frontend/clients/mp_client.py",
     "core/engine_proc.py",
+    "executor/offload/peers.py",
     "executor/ranks/network.py",
 }
 

@@ -9,11 +9,12 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Container, Sequence
+from concurrent.futures import Future
 from hashlib import sha256
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ...ipc.block_offload import name_in_group
+from ...ipc.block_offload import Beginning, name_in_group
 from ...ipc.models.kv_layout import KVLayout
 from ..request import Request
 from .block_pool import BlockPool, Blocks, KVCacheBlock, ParkedBlocks
@@ -154,15 +155,16 @@ class KVCacheManager:
         """The longest beginning, of at most `most` blocks, of what the cache has or `kept` names
         (name_in_group).
         """
-        windows, num_blocks = self.layout.windows, most
-        before = -1
-        while num_blocks != before:
-            before = num_blocks
-            for group, window in enumerate(windows):
-                num_blocks = self._longest_hit(hashes, num_blocks, group, window, kept)
-            if not self.layout.has_windows:  # else a shorter beginning needs other blocks
-                break
         null, cached = self.block_pool.null_block, self.block_pool.get_cached_block
+
+        def is_missing(group: int, index: int) -> bool:
+            digest = hashes[index]
+            if cached(key_of(digest, group)) is not None:
+                return False
+            return name_in_group(digest, group) not in kept
+
+        windows = self.layout.windows
+        num_blocks = self.layout.longest_kept(most, is_missing)
         blocks: Blocks = []
         missing: list[tuple[int, int]] = []
         for group, window in enumerate(windows):
@@ -193,28 +195,25 @@ class KVCacheManager:
         self.free(request)
         return False
 
-    def _longest_hit(
-        self, hashes: list[bytes], most: int, group: int, window: int, kept: Container[bytes]
-    ) -> int:
-        """The most blocks, up to `most`, of which there are those of a group that the next token
-        sees. kept: see _search.
+    def fetch(self, request: Request) -> Future[None] | None:
+        """Has other engines send what they have computed of the beginning of a request that has
+        not arrived yet; see BlockOffload.fetch.
         """
-        cached = self.block_pool.get_cached_block
-
-        def is_missing(index: int) -> bool:
-            digest = hashes[index]
-            if cached(key_of(digest, group)) is not None:
-                return False
-            return name_in_group(digest, group) not in kept
-
-        if not window:
-            return next(filter(is_missing, range(most)), most)
-        num_blocks = index = most
-        while index > self.layout.first_seen(window, num_blocks * self.block_size):
-            index -= 1
-            if is_missing(index):
-                num_blocks = index
-        return num_blocks
+        most = (request.num_tokens - 1) // self.block_size
+        is_of_use = most and self.enable_caching and request.reads_prefix_cache
+        if not is_of_use or self.offload is None:
+            return None
+        hashes = request.extend_block_hashes(self.block_size)[:most]
+        cached, groups = self.block_pool.get_cached_block, range(len(self.layout.windows))
+        cached_names = {
+            name_in_group(digest, group)
+            for group in groups
+            for digest in hashes
+            if cached(key_of(digest, group)) is not None
+        }
+        before = None if self.checkpoints is None else self.checkpoints.find(hashes)
+        num_to_state = 0 if before is None else before.num_tokens // self.block_size
+        return self.offload.fetch(Beginning(self.layout, hashes, cached_names, num_to_state))
 
     def begin(
         self, request: Request, num_new_tokens: int, blocks: Blocks, num_computed: int
@@ -490,7 +489,7 @@ class KVCacheManager:
                     if is_new and events is not None:
                         events.stored(request, group, index)
                     if is_new and offload is not None:
-                        offload.note_cached(request, key)
+                        offload.note_cached(request, key, table[index])
         self._num_cached[request.request_id] = num_full_blocks
 
     def free(self, request: Request) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Container, Sequence
+from concurrent.futures import Future
 
-from ...ipc.block_offload import BlockOffload, name_in_group
+from ...ipc.block_offload import Beginning, BlockOffload, name_in_group
 from ...ipc.counters import EngineCounters
 from ..request import Request
 from .block_pool import KVCacheBlock
@@ -28,18 +29,33 @@ class OffloadedBlocks:
     in this engine alone.
     """
 
-    def __init__(self, place: BlockOffload, counters: EngineCounters):
-        self._place, self._counters = place, counters
+    def __init__(self, place: BlockOffload, counters: EngineCounters, *, is_shared: bool = False):
+        """is_shared: whether other engines ask for blocks and states: they are stored as soon as
+        they are computed, and not when they are evicted.
+        """
+        self._place, self._counters, self._is_shared = place, counters, is_shared
         # these are not stored yet; their content is still there
         self._evicted: list[tuple[int, bytes]] = []
         self._evicted_states: list[tuple[int, bytes]] = []
         self._of_adapters: set[bytes] = set()
         self._is_suspended = False
 
-    def note_cached(self, request: Request, key: bytes) -> None:
+    def note_cached(self, request: Request, key: bytes, block: KVCacheBlock) -> None:
         """The cache has a new block, computed by this request."""
         if request.adapter is not None:
             self._of_adapters.add(key)
+        elif self._is_shared:
+            self.evict(block)
+
+    def note_state(self, place: int, name: bytes) -> None:
+        """There is a new state that requests without adapters can start from."""
+        if self._is_shared:
+            self.evict_state(place, name)
+
+    def end_step(self) -> None:
+        """What a step has computed is known. Call it before others learn that it has run."""
+        if self._is_shared:
+            self.flush()
 
     def note_forgotten(self, key: bytes) -> None:
         """The cache does not have a block any more."""
@@ -74,6 +90,19 @@ class OffloadedBlocks:
         counters.num_blocks_offloaded = place.num_stored
         counters.num_states_offloaded = place.num_states_stored
         counters.num_blocks_corrupt = place.num_corrupt
+
+    def count_transfers(self) -> None:
+        """Other threads transfer, also where no step runs."""
+        counters, transfers = self._counters, self._place.transfers
+        counters.num_blocks_pulled = transfers.num_blocks_pulled
+        counters.num_bytes_pulled = transfers.num_bytes_pulled
+        counters.num_pulls_failed = transfers.num_pulls_failed
+        counters.num_blocks_sent = transfers.num_blocks_sent
+        counters.num_bytes_sent = transfers.num_bytes_sent
+
+    def fetch(self, beginning: Beginning) -> Future[None] | None:
+        """See BlockOffload."""
+        return self._place.fetch(beginning)
 
     def suspend(self) -> None:
         """Nothing comes back until the next flush: a block that is to be filled may have content

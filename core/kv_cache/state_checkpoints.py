@@ -283,6 +283,8 @@ class StateCheckpoints:
             others = progress.num_shared, self._last_of_prompt(request)
             checkpoint.is_between = not is_tail and stop not in others
             checkpoint = self._name(checkpoint)
+            if self._offload is not None and not (is_tail or checkpoint.is_of_adapter):
+                self._offload.note_state(checkpoint.place, checkpoint.name)
             is_own_tail = is_tail and checkpoint.place == place
             if progress.tail is not None or is_own_tail:
                 self._replace_tail(progress, checkpoint if is_own_tail else None)

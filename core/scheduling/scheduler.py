@@ -68,7 +68,10 @@ class Scheduler(SchedulerState):
         counters = EngineCounters()
         layout = make_layout(config, kv_cache_windows)
         most_ahead = lookahead_of(MAX_BURST, limits.num_tokens_per_pass) if limits.drafts else 0
-        offloaded = None if offload is None else OffloadedBlocks(offload, counters)
+        is_shared = config.cache_config.sends_kv
+        offloaded = None
+        if offload is not None:
+            offloaded = OffloadedBlocks(offload, counters, is_shared=is_shared)
         manager = KVCacheManager(
             num_blocks,
             layout,
@@ -115,11 +118,15 @@ class Scheduler(SchedulerState):
     ) -> None:
         """See results.update_from_output."""
         results.update_from_output(self, step, result, rows)
+        if (offload := self.kv_cache_manager.offload) is not None:
+            offload.end_step()
 
     # ------------------------------------------------------------ for observers
 
     def stats(self) -> SchedulerStats:
         manager = self.kv_cache_manager
+        if manager.offload is not None:
+            manager.offload.count_transfers()
         num_swapped = manager.num_swapped_requests
         return make_stats(
             *astuple(self.counters),

@@ -25,6 +25,7 @@ import fcntl
 import logging
 import mmap
 import os
+import threading
 import time
 import zlib
 from collections.abc import Container, Iterator, Sequence
@@ -95,8 +96,8 @@ def plan_layout(block_bytes: int, num_bytes: int) -> Layout:
 
 
 class BlockStore:
-    """One thread uses it. Names have NAME_BYTES bytes; a block is given as several buffers with
-    block_bytes in all.
+    """Several threads may use it, which wait for each other. Names have NAME_BYTES bytes; a block
+    is given as several buffers with block_bytes in all.
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class BlockStore:
         own (ipc/own_files.py) is made again, which is logged. A file with another number of places
         keeps it. Raises StoreError, OSError.
         """
-        self.path = path
+        self.path, self.identity = path, identity
+        self._threads = threading.RLock()  # beside the lock of processes
         self.num_corrupt = 0  # blocks that were damaged
         self._tracks_changes = tracks_changes
         self._is_unusable = False
@@ -241,6 +243,11 @@ class BlockStore:
         """Holds the lock, with the names that are there now, and says whether the store can be
         used.
         """
+        with self._threads, self._locked_for_processes() as is_usable:
+            yield is_usable
+
+    @contextlib.contextmanager
+    def _locked_for_processes(self) -> Iterator[bool]:
         has_lock = False
         try:
             has_lock = self._is_usable() and self._lock(LOCK_TIMEOUT_S)
@@ -259,21 +266,23 @@ class BlockStore:
 
     def names(self) -> Container[bytes]:
         """The names that are there, until the next call."""
-        if not self._is_usable():
-            return ()
-        self._catch_up()
-        return self._places
+        with self._threads:
+            if not self._is_usable():
+                return ()
+            self._catch_up()
+            return self._places
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """The names that have come and gone since the last call, in any process; the first time,
         all that are there.
         """
-        if self._is_usable():
-            self._catch_up()
-        places, reported = self._places, self.reported
-        added = [name for name in self._changes if name in places and name not in reported]
-        removed = [name for name in self._changes if name not in places and name in reported]
-        self._changes.clear()
+        with self._threads:
+            if self._is_usable():
+                self._catch_up()
+            places, reported = self._places, self.reported
+            added = [name for name in self._changes if name in places and name not in reported]
+            removed = [name for name in self._changes if name not in places and name in reported]
+            self._changes.clear()
         reported.update(added)
         reported.difference_update(removed)
         return added, removed
@@ -356,7 +365,7 @@ class BlockStore:
         if written != self._layout.block_bytes:
             raise OSError(f"{written} of {self._layout.block_bytes} bytes were written")
         self._entries["name"][place] = np.void(name)
-        self._entries["checksum"][place] = _checksum(name, buffers)
+        self._entries["checksum"][place] = checksum_of(name, buffers)
         self._stamps[place] = self._tick()
         self._log_change(place, name)
 
@@ -399,7 +408,7 @@ class BlockStore:
             return f"cannot be read ({error})"
         if num_read != self._layout.block_bytes:
             return f"is cut short ({num_read} of {self._layout.block_bytes} bytes)"
-        if _checksum(name, buffers) != self._entries["checksum"][place]:
+        if checksum_of(name, buffers) != self._entries["checksum"][place]:
             return "is damaged (its checksum is wrong)"
         return None
 
@@ -423,10 +432,11 @@ class BlockStore:
 
     def close(self) -> None:
         """May be called twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd, self._is_unusable = -1, True
-        self._counters = self._log = self._entries = self._stamps = np.empty(0)
+        with self._threads:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd, self._is_unusable = -1, True
+            self._counters = self._log = self._entries = self._stamps = np.empty(0)
 
 
 def _open(path: Path | None) -> int:
@@ -445,7 +455,8 @@ def _open(path: Path | None) -> int:
         raise StoreError(f"{path} cannot be made again: {error}") from error
 
 
-def _checksum(name: bytes, buffers: Buffers) -> int:
+def checksum_of(name: bytes, buffers: Buffers) -> int:
+    """Of a block and the name under which it is kept."""
     checksum = zlib.crc32(name)
     for buffer in buffers:
         checksum = zlib.crc32(buffer, checksum)

@@ -9,18 +9,22 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 
+from ...ipc.block_offload import Beginning, Transfers
 from ...ipc.config import EngineConfig, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
+from ...ipc.kv_transfer import KVTransferConfig
 from ..weights.packed_cache import weight_files
 from .block_memory import BlockMemory
 from .block_store import BlockStore, StoreError
 from .names import ALL, count_to_state, is_block, piece_name
+from .peers import BlockPuller, BlockSender
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +72,10 @@ class KVOffload:
         store: BlockStore,
         memory: BlockMemory,
         finish_steps: Callable[[], None] = lambda: None,
+        transfer: KVTransferConfig | None = None,
     ):
-        """memory: of blocks and states. finish_steps: waits until no step runs. One that does may
+        """memory: of blocks and states. transfer: with which engines the store is shared.
+        finish_steps: waits until no step runs. One that does may
         write to blocks and places that are to be filled, for a request that has ended, but to none
         that is stored.
         """
@@ -79,6 +85,18 @@ class KVOffload:
         self._num_corrupt = 0  # in earlier stores
         self._memory, self._finish_steps = memory, finish_steps
         self._padding = bytearray(store.block_bytes)  # of the last piece of a state
+        self.transfers = Transfers()
+        self._sender, self._puller = None, None
+        if transfer is not None and transfer.sends:
+            self._sender = BlockSender(transfer, lambda: self._store, self.transfers)
+        if transfer is not None and transfer.receives:
+            self._puller = BlockPuller(
+                transfer,
+                lambda: self._store,
+                self.transfers,
+                self.blocks_per_state,
+                has_blocks=self.has_blocks,
+            )
 
     @property
     def num_blocks(self) -> int:
@@ -101,6 +119,10 @@ class KVOffload:
     def blocks_per_state(self) -> int:
         """How many pieces a state has; 0: the model keeps no states."""
         return -(-self._memory.state_bytes // self._store.block_bytes)
+
+    def fetch(self, beginning: Beginning) -> Future[None] | None:
+        """See BlockOffload."""
+        return None if self._puller is None else self._puller.fetch(beginning)
 
     def kept_blocks(self) -> Container[bytes]:
         """The names of the blocks that are kept, until the next call. Those of states are among
@@ -192,6 +214,9 @@ class KVOffload:
 
     def close(self) -> None:
         """May be called twice."""
+        for link in (self._sender, self._puller):
+            if link is not None:
+                link.close()
         self._store.close()
 
     def _pieces(self, state: memoryview, name: bytes) -> list[tuple[bytes, list[memoryview]]]:

@@ -11,8 +11,10 @@ what has been loaded is what all ranks say that they have loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
+from ...ipc.block_offload import Beginning, Transfers
 from ...ipc.failures import unpack_exception
 from ..offload.names import ALL, count_to_state, is_block
 from .messages import Kept, MoveBlocks, OffloadOpened
@@ -42,6 +44,7 @@ class RanksOffload:
                 raise unpack_exception(failure, RuntimeError)
         self._calls = calls
         self.num_stored = self.num_states_stored = 0
+        self.transfers = Transfers()
         stores = [one for one in opened if one.block_bytes]
         self.num_blocks = min((one.num_blocks for one in stores), default=0)
         self.block_bytes = sum(one.block_bytes for one in stores)
@@ -61,6 +64,10 @@ class RanksOffload:
     def num_corrupt(self) -> int:
         """See BlockOffload: of all ranks."""
         return sum(self._num_corrupt)
+
+    def fetch(self, beginning: Beginning) -> Future[None] | None:
+        """See BlockOffload: ranks get nothing of other engines (check_kv_transfer)."""
+        return None
 
     # ------------------------------------------------------------ the book
 

@@ -169,7 +169,7 @@ REFUSED = _by_name(
             data_parallel_rank data_parallel_start_rank diffusion_config disable_sliding_window
             ec_transfer_config enable_elastic_ep enable_eplb enable_fault_tolerance
             enable_return_routed_experts enable_trace_replay kv_cache_dtype_skip_layers
-            io_processor_plugin kv_sharing_fast_prefill kv_transfer_config model_class_overrides
+            io_processor_plugin kv_sharing_fast_prefill model_class_overrides
             model_weights prefix_cache_retention_interval prefix_match_unit reasoning_config
             reasoning_parser_plugin return_sampling_mask scheduler_cls tokens_only use_fp64_gumbel
         """,

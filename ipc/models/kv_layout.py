@@ -21,7 +21,8 @@ If layers differ in the size of a token's keys and values, so does the number of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ..config import EngineConfig, resolved
@@ -108,6 +109,29 @@ class KVLayout:
     def first_seen(self, window: int, num_tokens: int) -> int:
         """The first block that the token after `num_tokens` tokens sees."""
         return max(0, num_tokens + 1 - window) // self.block_size if window else 0
+
+    def longest_kept(self, most: int, is_missing: Callable[[int, int], bool]) -> int:
+        """The longest beginning of a sequence, of at most `most` blocks, of which no block is
+        missing that the next token sees. is_missing: of a group and a block's index.
+        """
+        num_blocks, before = most, -1
+        while num_blocks != before:
+            before = num_blocks
+            for group, window in enumerate(self.windows):
+                num_blocks = self._longest_in(num_blocks, window, partial(is_missing, group))
+            if not self.has_windows:  # else a shorter beginning needs other blocks
+                break
+        return num_blocks
+
+    def _longest_in(self, most: int, window: int, is_missing: Callable[[int], bool]) -> int:
+        if not window:
+            return next(filter(is_missing, range(most)), most)
+        num_blocks = index = most
+        while index > self.first_seen(window, num_blocks * self.block_size):
+            index -= 1
+            if is_missing(index):
+                num_blocks = index
+        return num_blocks
 
     def most_blocks(self, num_tokens: int) -> int:
         """The most blocks that a request holds at a time until it has `num_tokens` tokens."""

@@ -1,0 +1,379 @@
+"""Sends kept blocks to other engines, and asks others for theirs.
+
+Must not know: torch, what a block holds, requests.
+
+    consumer                                      producer
+    Ask(number, identity, names)              ─▶  looks at its store
+                                              ◀─  Answer(number, which of them are there)
+    Ask(number, identity, names, reads=True)  ─▶  reads its store
+                                              ◀─  Answer(number, checksums), a frame per block
+
+Both ends have a thread that works between the network and the store of this engine; no step waits
+for them. Blocks arrive in the store, where the engine finds them like those that it has evicted.
+The identity is that of a store (kv_offload.py): engines that would compute other bits are refused.
+
+A prompt waits at most as long as the settings say. A peer that did not answer in time, or that is
+not there, is left alone for a while, so that the next prompts do not wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import msgspec
+import zmq
+
+from ...ipc.block_offload import Beginning, Transfers, name_in_group
+from ...ipc.kv_transfer import KVTransferConfig
+from ...ipc.listener import read_token
+from ...ipc.sockets import bind_to_engines, connect_to_engine, has_peer
+from .block_store import NAME_BYTES, BlockStore, checksum_of
+from .names import ALL, count_to_state, piece_name
+
+logger = logging.getLogger(__name__)
+
+MOST_NAMES = 65_536  # of one message
+BATCH_BYTES = 4 * 2**20  # of blocks in one answer, unless one block is larger
+AHEAD = 2  # answers that are asked for before one has come
+PAUSE_S = 10.0  # without a peer that has failed
+CONNECT_S = 1.0  # most time that a prompt waits for a connection
+POLL_S = 0.1  # between two looks at whether the engine ends
+BIND_S = 1.0  # between two tries to listen at an address that is in use
+MOST_WAITING = 1024  # prompts
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    number: int  # of this message, among those of its sender
+    identity: bytes  # 32 bytes
+    names: list[bytes]
+    reads: bool = False
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    is_refused: bool = False  # the identities differ
+    has: bytes = b""  # for each name 1 or 0
+    checksums: list[int] = []  # of the blocks that follow: the first ones, up to one that is absent
+
+
+_encode = msgspec.msgpack.encode
+
+
+# ---------------------------------------------------------------- the producer
+
+
+class BlockSender:
+    """Answers other engines from the store, in a thread."""
+
+    def __init__(
+        self, config: KVTransferConfig, store: Callable[[], BlockStore], transfers: Transfers
+    ):
+        """store: it is asked for each message, since it changes with the weights."""
+        self._config, self._store, self._transfers = config, store, transfers
+        self._token = None if config.key_file is None else read_token(config.key_file, "key_file")
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="quire-kv-sender", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with zmq.Context(io_threads=1) as context:
+            router = self._bind(context)
+            if router is None:
+                return
+            with router:
+                while not self._is_closed.is_set():
+                    if router.poll(int(POLL_S * 1000)):
+                        self._serve(router)
+
+    def _bind(self, context: zmq.Context) -> zmq.Socket | None:
+        """The socket, once its address is free: an engine that was replaced may still have it."""
+        has_warned = False
+        while not self._is_closed.is_set():
+            try:
+                return bind_to_engines(context, self._config.endpoint, self._token)
+            except zmq.ZMQError as error:
+                if not has_warned:
+                    logger.warning("cannot listen at %s yet: %s", self._config.endpoint, error)
+                has_warned = True
+                self._is_closed.wait(BIND_S)
+        return None
+
+    def _serve(self, router: zmq.Socket) -> None:
+        frames = router.recv_multipart(zmq.NOBLOCK)
+        try:
+            peer, payload = frames
+            ask = msgspec.msgpack.decode(payload, type=Ask)
+            if len(ask.names) > MOST_NAMES or any(len(one) != NAME_BYTES for one in ask.names):
+                raise ValueError("names have 32 bytes")
+        except (ValueError, msgspec.MsgspecError) as error:
+            logger.warning("a message about KV blocks was dropped: %s", error)
+            return
+        with contextlib.suppress(zmq.ZMQError):  # it has left
+            router.send_multipart([peer, *self._answer(ask)], zmq.NOBLOCK, copy=False)
+
+    def _answer(self, ask: Ask) -> list[bytes | bytearray]:
+        store = self._store()
+        if ask.identity != store.identity:
+            logger.warning("an engine of another model, type or version asked for KV blocks")
+            return [_encode(Answer(ask.number, is_refused=True))]
+        if not ask.reads:
+            kept = store.names()
+            return [_encode(Answer(ask.number, has=bytes(name in kept for name in ask.names)))]
+        names = ask.names[: blocks_at_once(store)]
+        blocks = [bytearray(store.block_bytes) for _ in names]
+        pairs = [(name, [memoryview(block)]) for name, block in zip(names, blocks)]
+        del blocks[store.read(pairs) :]
+        checksums = [checksum_of(*pair) for pair in pairs[: len(blocks)]]
+        self._transfers.num_blocks_sent += len(blocks)
+        self._transfers.num_bytes_sent += len(blocks) * store.block_bytes
+        return [_encode(Answer(ask.number, checksums=checksums)), *blocks]
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._is_closed.set()
+        self._thread.join()
+
+
+def blocks_at_once(store: BlockStore) -> int:
+    """Blocks of one answer."""
+    return max(1, BATCH_BYTES // store.block_bytes)
+
+
+# ---------------------------------------------------------------- the consumer
+
+
+class PeerFailure(Exception):
+    """A peer cannot be used; the text says why."""
+
+
+class Plan(NamedTuple):
+    """What is wanted of a peer."""
+
+    num_blocks: int  # with which the prompt can start then
+    names: list[bytes]
+
+
+class Pull(NamedTuple):
+    """A prompt that waits."""
+
+    beginning: Beginning
+    deadline: float  # by time.monotonic()
+    done: Future[None]
+
+
+class Peer:
+    """The connection to one producer."""
+
+    def __init__(self, context: zmq.Context, address: str, token: bytes | None):
+        self.address = address
+        self._socket = connect_to_engine(context, address, token)
+        self._num_asked = 0
+        self.paused_until = 0.0
+
+    def ask(self, identity: bytes, names: list[bytes], deadline: float, *, reads: bool) -> int:
+        """Returns the number of the message. Raises PeerFailure."""
+        # what is left of the time that the prompt may wait
+        wait_s = max(0.0, min(CONNECT_S, deadline - time.monotonic()))
+        if not self._socket.poll(int(wait_s * 1000), zmq.POLLOUT):
+            raise PeerFailure("there is no connection")
+        self._num_asked += 1
+        message = _encode(Ask(self._num_asked, identity, names, reads))
+        with contextlib.suppress(zmq.Again):  # then no answer comes
+            self._socket.send(message, zmq.NOBLOCK)
+        return self._num_asked
+
+    def receive(
+        self, number: int, deadline: float, is_closed: threading.Event
+    ) -> tuple[Answer, list[zmq.Frame]]:
+        """The answer to a message. Raises PeerFailure."""
+        while not is_closed.is_set():
+            wait_s = deadline - time.monotonic()
+            if wait_s <= 0:
+                raise PeerFailure("it did not answer in time")
+            if not self._socket.poll(int(min(wait_s, POLL_S) * 1000) + 1):
+                if not has_peer(self._socket):
+                    raise PeerFailure("its connection was lost")
+                continue
+            payload, *blocks = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            try:
+                answer = msgspec.msgpack.decode(payload.buffer, type=Answer)
+            except msgspec.MsgspecError as error:
+                raise PeerFailure(f"its answer is not valid: {error}") from None
+            if answer.number != number:  # to a prompt that did not wait for it
+                continue
+            if answer.is_refused:
+                raise PeerFailure("it has another model, type, block size, kernels or version")
+            return answer, blocks
+        raise PeerFailure("this engine ends")
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+class BlockPuller:
+    """Asks other engines for blocks of prompts, one prompt after the other, in a thread."""
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        store: Callable[[], BlockStore],
+        transfers: Transfers,
+        pieces_per_state: int,
+        *,
+        has_blocks: bool,
+    ):
+        """store: see BlockSender. has_blocks: whether blocks have bytes."""
+        self._config, self._store, self._transfers = config, store, transfers
+        self._num_pieces, self._has_blocks = pieces_per_state, has_blocks
+        self._token = None if config.key_file is None else read_token(config.key_file, "key_file")
+        self._waiting: SimpleQueue[Pull | None] = SimpleQueue()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="quire-kv-puller", daemon=True)
+        self._thread.start()
+
+    def fetch(self, beginning: Beginning) -> Future[None] | None:
+        """See BlockOffload."""
+        store = self._store()
+        if self._is_closed.is_set() or self._waiting.qsize() >= MOST_WAITING:
+            return None
+        if not self._plan(beginning, store, ALL).names:  # this engine has all that there could be
+            return None
+        done: Future[None] = Future()
+        deadline = time.monotonic() + self._config.timeout_s
+        self._waiting.put(Pull(beginning, deadline, done))
+        return done
+
+    def _run(self) -> None:
+        with zmq.Context(io_threads=1) as context:
+            peers = [Peer(context, one, self._token) for one in self._config.peers]
+            while (pull := self._waiting.get()) is not None:
+                try:
+                    self._pull(pull, peers)
+                except Exception:
+                    self._transfers.num_pulls_failed += 1
+                    logger.exception("KV blocks of a prompt could not be pulled")
+                pull.done.set_result(None)
+            for peer in peers:
+                peer.close()
+
+    def _pull(self, pull: Pull, peers: Sequence[Peer]) -> None:
+        """Brings what the peer has that has most."""
+        store, found = self._store(), []
+        usable = [peer for peer in peers if peer.paused_until <= time.monotonic()]
+        is_complete = len(usable) == len(peers)
+        for peer in usable:
+            try:
+                kept = self._look(peer, store, pull)
+            except PeerFailure as failure:
+                self._pause(peer, failure)
+                is_complete = False
+            else:
+                found.append((self._plan(pull.beginning, store, kept), peer))
+        found = [(plan, peer) for plan, peer in found if plan.names]
+        if found:
+            plan, peer = max(found, key=lambda one: one[0].num_blocks)
+            try:
+                is_complete &= self._read(peer, store, plan.names, pull.deadline)
+            except PeerFailure as failure:
+                self._pause(peer, failure)
+                is_complete = False
+        self._transfers.num_pulls_failed += not is_complete
+
+    def _pause(self, peer: Peer, failure: PeerFailure) -> None:
+        peer.paused_until = time.monotonic() + PAUSE_S
+        if not self._is_closed.is_set():
+            logger.warning(
+                "no KV blocks from %s for %.0f s, prompts are computed: %s",
+                peer.address,
+                PAUSE_S,
+                failure,
+            )
+
+    def _plan(self, beginning: Beginning, store: BlockStore, there: Container[bytes]) -> Plan:
+        """What a prompt needs of a peer that has the blocks, and the first pieces of the states,
+        `there`.
+        """
+        layout, cached, kept = beginning.layout, beginning.cached, store.names()
+        digests = _most_digests(beginning)
+        here = kept if self._has_blocks else ALL
+
+        def is_here(group: int, index: int) -> bool:
+            name = name_in_group(digests[index], group)
+            return name in cached or name in here
+
+        def is_missing(group: int, index: int) -> bool:
+            name = name_in_group(digests[index], group)
+            return not (name in cached or name in here or name in there)
+
+        count = layout.longest_kept(len(digests), is_missing)
+        names, pieces = [], self._num_pieces
+        has_state, before = not pieces, -1
+        while pieces and count != before:
+            begun = digests[:count]
+            own = beginning.num_to_state if beginning.num_to_state <= count else 0
+            own = max(own, count_to_state(kept, begun, pieces))
+            before = max(own, count_to_state(there, begun, 1))
+            has_state = before == own
+            count = layout.longest_kept(before, is_missing)
+        for index in range(count):
+            for group, window in enumerate(layout.windows):
+                is_seen = index >= layout.first_seen(window, count * layout.block_size)
+                if is_seen and not is_here(group, index):
+                    names.append(name_in_group(digests[index], group))
+        if count and not has_state:
+            names += [piece_name(digests[count - 1], index) for index in range(pieces)]
+        return Plan(count, names if len(names) <= store.num_places else [])
+
+    def _look(self, peer: Peer, store: BlockStore, pull: Pull) -> Container[bytes]:
+        """What the peer has. Raises PeerFailure."""
+        digests, groups = _most_digests(pull.beginning), range(len(pull.beginning.layout.windows))
+        names = [name_in_group(one, group) for one in digests for group in groups]
+        if not self._has_blocks:
+            names = []
+        if self._num_pieces:
+            names += [piece_name(one, 0) for one in digests]
+        number = peer.ask(store.identity, names, pull.deadline, reads=False)
+        answer, _ = peer.receive(number, pull.deadline, self._is_closed)
+        return {name for name, is_there in zip(names, answer.has) if is_there}
+
+    def _read(self, peer: Peer, store: BlockStore, names: list[bytes], deadline: float) -> bool:
+        """Keeps these blocks. Returns False if the peer has lost some. Raises PeerFailure."""
+        size = blocks_at_once(store)
+        waiting = deque(names[begin : begin + size] for begin in range(0, len(names), size))
+        asked: deque[tuple[int, list[bytes]]] = deque()
+        while waiting or asked:
+            while waiting and len(asked) < AHEAD:
+                some = waiting.popleft()
+                asked.append((peer.ask(store.identity, some, deadline, reads=True), some))
+            number, some = asked.popleft()
+            answer, frames = peer.receive(number, deadline, self._is_closed)
+            blocks = [[frame.buffer] for frame in frames]
+            pairs = [*zip(some, blocks)]
+            is_whole = all(len(block) == store.block_bytes for [block] in blocks)
+            if not is_whole or [checksum_of(*pair) for pair in pairs] != answer.checksums:
+                raise PeerFailure("blocks were damaged on their way")
+            store.write(pairs)
+            self._transfers.num_blocks_pulled += len(pairs)
+            self._transfers.num_bytes_pulled += len(pairs) * store.block_bytes
+            if len(pairs) < len(some):
+                return False
+        return True
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._is_closed.set()
+        self._waiting.put(None)
+        self._thread.join()
+
+
+def _most_digests(beginning: Beginning) -> Sequence[bytes]:
+    """The blocks that one message can name, with the states after them."""
+    return beginning.digests[: MOST_NAMES // (len(beginning.layout.windows) + 1)]

@@ -1,0 +1,163 @@
+"""One engine computes prompts and another continues them with the blocks that it receives, end to
+end: the same bits as without, and what a peer that is gone, slow or another one costs.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import zmq
+from quire import InvalidParameterError, LLMEngine
+from quire.executor.offload import peers
+from quire.kernels.cpu.native.library import library
+from quire.tests.client_forms import closing, make_engine
+from quire.tests.test_kv_offload import SETTINGS, run
+from quire.tests.tiny_models import save_tiny_model
+
+PROMPTS = [[300 + (7 * i + j * j) % 700 for j in range(150 - i)] for i in range(2)]
+native = pytest.mark.skipif(library is None, reason="torch's kernels do not promise the same bits")
+
+
+def sending(folder: Path, **fields) -> dict:
+    return {"kv_role": "kv_producer", "endpoint": f"ipc://{folder}/kv", **fields}
+
+
+def receiving(folder: Path, **fields) -> dict:
+    return {"kv_role": "kv_consumer", "peers": [f"ipc://{folder}/kv"], **fields}
+
+
+def engine_with(transfer: dict | None, **settings) -> LLMEngine:
+    settings = SETTINGS | {"num_gpu_blocks_override": 200, "kv_offloading_size": 0.02} | settings
+    return make_engine(**settings, kv_transfer_config=transfer)
+
+
+def metrics(engine: LLMEngine, *names: str) -> list[int]:
+    found = engine.get_metrics()
+    return [found[name] for name in names]
+
+
+@native
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next", "gemma3_text"])
+def test_the_same_bits_as_a_prompt_that_is_computed(kind, tmp_path):
+    model = save_tiny_model(tmp_path / kind, kind, dtype="bfloat16", vocab_size=1000)
+    settings = dict(model=str(model), state_checkpoint_interval=64)
+    key_file = tmp_path / "key"
+    key_file.write_text("a secret of some length")
+    key_file.chmod(0o600)
+    key = dict(key_file=str(key_file)) if kind == "llama" else {}  # then with CURVE
+    with closing(engine_with(None, **settings)) as alone:
+        expected = run(alone, PROMPTS)
+    with ExitStack() as stack:
+        sender, receiver = (
+            stack.enter_context(closing(engine_with(one, **settings)))
+            for one in (sending(tmp_path, **key), receiving(tmp_path, **key))
+        )
+        assert run(sender, PROMPTS) == expected
+        assert run(receiver, PROMPTS) == expected
+        assert receiver.call_utility("check_integrity")
+        pulled, failed, hits = metrics(
+            receiver, "num_blocks_pulled", "num_pulls_failed", "external_prefix_cache_hits"
+        )
+        assert pulled > 30 / (1 + (kind != "llama")) and failed == 0 and hits >= 256
+        assert metrics(sender, "num_blocks_sent") == [pulled]
+        run(receiver, PROMPTS)  # it has them now
+        assert metrics(receiver, "num_blocks_pulled") == [pulled]
+
+
+def test_a_peer_that_is_gone_or_another_one_costs_a_bounded_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "CONNECT_S", 0.05)
+    with closing(engine_with(None)) as alone:
+        expected = run(alone, PROMPTS)
+    with closing(engine_with(receiving(tmp_path))) as receiver:  # nothing listens
+        assert run(receiver, PROMPTS) == expected
+        assert metrics(receiver, "num_blocks_pulled", "num_pulls_failed") == [0, 2]
+    monkeypatch.setattr(peers, "CONNECT_S", 1.0)
+    with (
+        closing(engine_with(sending(tmp_path), block_size=16)) as sender,
+        closing(engine_with(receiving(tmp_path))) as receiver,
+    ):
+        run(sender, PROMPTS)
+        assert run(receiver, PROMPTS) == expected
+        assert metrics(receiver, "num_blocks_pulled", "num_pulls_failed") == [0, 2]
+
+
+class FaultyPeer:
+    """Says that it has everything, and answers a question for blocks with `blocks`, never, or it
+    leaves then.
+    """
+
+    def __init__(self, folder: Path, blocks: bytes | None, *, leaves: bool):
+        self._leaves = leaves
+        self._context, self._blocks = zmq.Context(), blocks
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.bind(f"ipc://{folder}/kv")
+        self.num_reads = 0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            sender, payload = self._router.recv_multipart()
+            if payload == b"end":
+                return
+            ask = peers.msgspec.msgpack.decode(payload, type=peers.Ask)
+            answer = peers.Answer(ask.number, has=bytes([1] * len(ask.names)))
+            blocks: list[bytes] = []
+            if ask.reads:
+                self.num_reads += 1
+                if self._leaves:
+                    self._router.close(0)
+                    return
+                if self._blocks is None:
+                    continue
+                blocks = [self._blocks] * len(ask.names)
+                answer = peers.Answer(ask.number, checksums=[0] * len(blocks))
+            self._router.send_multipart([sender, peers.msgspec.msgpack.encode(answer), *blocks])
+
+    def close(self, folder: Path) -> None:
+        with self._context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(f"ipc://{folder}/kv")
+            if not self._leaves:
+                dealer.send(b"end")
+            self._thread.join()
+        self._router.close(0)
+        self._context.term()
+
+
+@pytest.mark.parametrize("fault", ["hangs", "leaves", "short", "damaged"])
+def test_nothing_of_a_faulty_peer_is_used(fault, tmp_path):
+    with closing(engine_with(None)) as alone:
+        expected, block_bytes = run(alone, PROMPTS[:1]), _block_bytes(alone)
+    blocks = {"hangs": None, "leaves": None, "short": b"x", "damaged": bytes(block_bytes)}[fault]
+    peer = FaultyPeer(tmp_path, blocks, leaves=fault == "leaves")
+    try:
+        config = receiving(tmp_path, timeout_s=0.2 if fault == "hangs" else 60.0)
+        with closing(engine_with(config)) as receiver:
+            assert run(receiver, PROMPTS[:1]) == expected
+            assert peer.num_reads
+            assert metrics(receiver, "num_blocks_pulled", "num_pulls_failed") == [0, 1]
+    finally:
+        peer.close(tmp_path)
+
+
+def _block_bytes(engine: LLMEngine) -> int:
+    return engine.client._engine.core.executor.offload.block_bytes
+
+
+@pytest.mark.parametrize(
+    ("transfer", "settings", "message"),
+    [
+        ({"kv_role": "kv_consumer"}, {}, "need peers"),
+        (sending(Path("/x"), endpoint="tcp://*:14579"), {}, "needs key_file"),
+        (sending(Path("/x"), endpoint="udp://x:1"), {}, "must be tcp://"),
+        (sending(Path("/x")), {"kv_offloading_size": 0}, "must be above 0"),
+        (sending(Path("/x")), {"tensor_parallel_size": 2}, "tensor_parallel_size"),
+    ],
+)
+def test_settings_that_cannot_be_used(transfer, settings, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        engine_with(transfer, **settings)

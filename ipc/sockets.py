@@ -295,7 +295,6 @@ def connect_to_engine(context: zmq.Context, address: str, token: bytes | None) -
     else:
         made = _make_client(context, zmq.DEALER, Wire("", _keys_of(token)[0]), -1)
     made.immediate = True  # no queue for a peer that is not there
-    made.reconnect_ivl_max = PEER_TIMEOUT_MS
     _for_network(made, address).connect(address)
     return made
 

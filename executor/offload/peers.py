@@ -214,6 +214,10 @@ class Peer:
             return answer, blocks
         raise PeerFailure("this engine ends")
 
+    def pause(self) -> None:
+        """It is not asked for a while."""
+        self.paused_until = time.monotonic() + PAUSE_S
+
     def close(self) -> None:
         self._socket.close(0)
 
@@ -288,7 +292,7 @@ class BlockPuller:
         self._transfers.num_pulls_failed += not is_complete
 
     def _pause(self, peer: Peer, failure: PeerFailure) -> None:
-        peer.paused_until = time.monotonic() + PAUSE_S
+        peer.pause()
         if not self._is_closed.is_set():
             logger.warning(
                 "no KV blocks from %s for %.0f s, prompts are computed: %s",

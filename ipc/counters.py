@@ -77,7 +77,9 @@ class EngineCounters(msgspec.Struct):
     num_blocks_pulled: Annotated[
         int, UNDER_ITS_NAME, "Blocks, and pieces of states, received from other engines."
     ] = 0
-    num_bytes_pulled: Annotated[int, UNDER_ITS_NAME, "Bytes of these."] = 0
+    num_bytes_pulled: Annotated[
+        int, UNDER_ITS_NAME, "Bytes of what was received from other engines."
+    ] = 0
     num_pulls_failed: Annotated[
         int,
         UNDER_ITS_NAME,
@@ -87,7 +89,7 @@ class EngineCounters(msgspec.Struct):
     num_blocks_sent: Annotated[
         int, UNDER_ITS_NAME, "Blocks, and pieces of states, sent to other engines."
     ] = 0
-    num_bytes_sent: Annotated[int, UNDER_ITS_NAME, "Bytes of these."] = 0
+    num_bytes_sent: Annotated[int, UNDER_ITS_NAME, "Bytes of what was sent to other engines."] = 0
     num_images_encoded: Annotated[
         int, UNDER_ITS_NAME, "Images, or tiles of images, that the encoder has computed."
     ] = 0

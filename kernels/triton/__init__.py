@@ -26,6 +26,7 @@ if find_spec("triton") is not None:
         moe,
         noise,
         norm,
+        product,
         quantized,
         rotary,
         rows,

@@ -148,11 +148,14 @@ class EngineArgs(EngineArguments):  # type: ignore[misc]
             config,
             model_config=model_config,
             load_config=_resolve_load(config.load_config),
-            scheduler_config=_resolve_scheduler(
-                resolve_speculation(
-                    _without_chunks(config.scheduler_config, model_config), config, model_config
+            scheduler_config=_resolve_overlap(
+                _resolve_scheduler(
+                    resolve_speculation(
+                        _without_chunks(config.scheduler_config, model_config), config, model_config
+                    ),
+                    model_config.max_model_len,
                 ),
-                model_config.max_model_len,
+                device_config,
             ),
             cache_config=_resolve_cache(config, model_config),
             lora_config=_resolve_lora(config.lora_config, model_config),
@@ -417,6 +420,18 @@ def _resolve_lora(wanted: Any, model_config: Any) -> Any:
             "max_cpu_loras", f"must be at least max_loras={wanted.max_loras}, got {most}"
         )
     return replace(wanted, max_cpu_loras=most)
+
+
+def _resolve_overlap(wanted: Any, device_config: Any) -> Any:
+    """Overlaps steps by default where they are launched without waiting: on one GPU, and not with
+    drafts, which depend on the tokens before them.
+    """
+    if wanted.async_scheduling is not None:
+        return wanted
+    is_on_gpu = device_config.device == "cuda" and device_config.data_parallel_size == 1
+    num_ranks = device_config.tensor_parallel_size * device_config.pipeline_parallel_size
+    is_single = wanted.speculative_config is None and wanted.num_scheduler_steps <= 1
+    return replace(wanted, async_scheduling=is_on_gpu and num_ranks == 1 and is_single)
 
 
 def _resolve_scheduler(wanted: Any, max_model_len: int) -> Any:

@@ -293,7 +293,11 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         "How tokens are drafted, several of which a step verifies; a JSON object such as "
         '{"method": "ngram", "num_speculative_tokens": 7}.',
     ] = None
-    async_scheduling: Annotated[bool, "Schedule the next step while one runs."] = False
+    async_scheduling: Annotated[
+        bool | None,
+        "Schedule the next step while one runs. Default: on one GPU, unless the engine drafts or "
+        "takes several steps per scheduling.",
+    ] = None
     disable_hybrid_kv_cache_manager: Annotated[
         bool, "Keep the whole context in layers with a sliding window, too."
     ] = False

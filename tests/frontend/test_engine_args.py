@@ -300,3 +300,20 @@ def test_the_package_is_marked_as_typed_and_types_every_name_it_exports() -> Non
 
 def is_relative(node: ast.AST) -> bool:
     return isinstance(node, ast.ImportFrom) and node.level == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"device": "cpu"}, False),
+        ({"device": "cuda"}, True),
+        ({"device": "cuda", "async_scheduling": False}, False),
+        ({"device": "cuda", "num_scheduler_steps": 4}, False),
+        ({"device": "cuda", "tensor_parallel_size": 2}, False),
+        ({"device": "cuda", "speculative_config": {"method": "ngram"}}, False),
+        ({"device": "cpu", "async_scheduling": True}, True),
+    ],
+)
+def test_steps_overlap_by_default_where_they_are_launched(arguments, expected):
+    config = EngineArgs("bundled", **arguments).create_engine_config()
+    assert config.scheduler_config.async_scheduling is expected

@@ -39,11 +39,13 @@ class KVCacheMemory:
         config: EngineConfig,
         dtype: torch.dtype,
         device: torch.device,
+        groups: LayerGroups | None = None,
     ):
+        """groups: of a stage's layers; None: of a whole model's, which are chosen here."""
         self._block_size = config.cache_config.block_size
         self._dtype = dtype
         self._device = device
-        self.groups = self._choose_groups(layers, config)
+        self.groups = self._choose_groups(layers, config) if groups is None else groups
 
     def _choose_groups(self, layers: Sequence[Any], config: EngineConfig) -> LayerGroups:
         if not layers:  # those of a text encoder

@@ -21,13 +21,16 @@ from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError
 from ..ipc.lora import LoRARequest
 from ..ipc.machine import resident_bytes
+from ..ipc.models.decoder_config import DecoderConfig
 from ..ipc.models.encoder_memory import table_bytes
+from ..ipc.models.kv_layout import LayerGroups, plan_groups_of_stage
 from ..ipc.models.memory_plan import (
     check_cache_size,
     plan_num_blocks,
     plan_num_host_blocks,
     plan_states,
 )
+from ..ipc.models.ranks import num_readers, stages_of
 from ..ipc.params import StructuredOutputsParams
 from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.trace import RanksTrace, place_of_function
@@ -131,6 +134,8 @@ class Worker:
         # None: there is no model, as before it is loaded and while the weights sleep
         self._model: Model | None = None
         self._runner: ModelRunner | None = None
+        # whether a pass is one of all engines; a stage may have no layers of experts
+        self._shares_passes = False
         self._builder: ModelBuilder
         self._directory: Path | None = None  # source of the current weights; None: random ones
         self._dense = PoolingHead([])  # of sentence-transformers' Dense modules
@@ -174,7 +179,8 @@ class Worker:
         with early_memory(take_early_memory()):
             model = builder.build(self._directory, report)
         layers = model.attention_layers()
-        self._cache = KVCacheMemory(layers, self.config, self.kv_cache_dtype, self.device)
+        groups = self._groups_of_stage() if self.group.stages.count > 1 else None
+        self._cache = KVCacheMemory(layers, self.config, self.kv_cache_dtype, self.device, groups)
         if state_layers := model.state_layers():
             self._states = StateMemory(state_layers, self.dtype, self.device)
         self._state = self._make_state(processors)
@@ -187,6 +193,13 @@ class Worker:
         self._assemble()
         if (launched := self.runner.launched) is not None:
             launched.launcher.warm_up()
+
+    def _groups_of_stage(self) -> LayerGroups:
+        """How the layers of a stage share blocks, of which all stages have the same tables."""
+        shape, stages = self._builder.shape, self.group.stages
+        assert isinstance(shape, DecoderConfig)  # check_ranks
+        layers = stages_of(shape, stages.count, num_readers(self.config.model_config))
+        return plan_groups_of_stage(self.config, shape, layers, stages.stage)
 
     def _make_draft(self, report: Callable[[str, float], None]) -> Draft | None:
         """The model or head that drafts, if there is one; in the last stage, where tokens are."""
@@ -234,6 +247,7 @@ class Worker:
 
     def _use_model(self, model: Model) -> None:
         self._model = model
+        self._shares_passes = self.expert_group.size > 1 and bool(model.routed_tokens())
         if self.loras.is_enabled:
             self.loras.use_model(model)
 
@@ -653,7 +667,7 @@ class Worker:
         A failure of one request is a row in `errors`; an exception fails the engine.
         """
         step = self.runner if self.tracer is None else self.tracer
-        if not self._shares_experts:
+        if not self._shares_passes:
             return step.execute_model(scheduler_output)
         run = partial(step.execute_model, scheduler_output)
         return self.expert_group.run(run, self.runner.execute_dummy_batch)
@@ -749,15 +763,10 @@ class Worker:
         """Runs a pass without data, in which this engine's experts compute rows of the others."""
         self.check_health()
         run = self.runner.execute_dummy_batch
-        if self._shares_experts:
+        if self._shares_passes:
             self.expert_group.run(run, run)
         else:
             run()
-
-    @property
-    def _shares_experts(self) -> bool:
-        """Whether a pass is one of all engines. A stage may have no layers of experts."""
-        return self.expert_group.size > 1 and bool(self.model.routed_tokens())
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of CALLABLE on every rank and returns the results in rank order.

@@ -17,7 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...ipc.models.ranks import layers_of_stage
+from ...ipc.models.decoder_config import DecoderConfig
+from ...ipc.models.ranks import stages_of
 
 
 class StageLinks(Protocol):
@@ -49,9 +50,9 @@ class Stages:
         self.is_first, self.is_last = self.stage == 0, self.stage == self.count - 1
         self._links = links
 
-    def layers_of(self, num_layers: int, last_more: float = 0.0) -> range:
-        """This stage's layers; see layers_of_stage."""
-        return layers_of_stage(self.stage, self.count, num_layers, last_more)
+    def layers_of(self, config: DecoderConfig, readers: int = 0) -> range:
+        """This stage's layers; see stages_of."""
+        return stages_of(config, self.count, readers)[self.stage]
 
     def receive(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
         """Waits for the residual stream [num_tokens, hidden_size] of the stage before."""

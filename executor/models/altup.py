@@ -20,7 +20,7 @@ import torch
 from ...ipc.models.decoder_config import AltUp, DecoderConfig
 from ...kernels.ops import AttentionMetadata
 from .decoder import Decoder, DecoderLayer
-from .layers import LayerFactory, Weights
+from .layers import LayerFactory, Linear, Weights
 
 
 class Laurel:
@@ -137,25 +137,27 @@ class StreamsOfLayer:
 
 
 class Streams:
-    """Makes several streams of one, and one of several. Projections of a stream get the magnitude
-    of the first one.
+    """Makes several streams of one, in the first stage, and one of several, in the last one.
+    Projections of a stream get the magnitude of the first one.
     """
+
+    NAMES = "altup_projections", "altup_unembed_projections"  # and the number of a stream
 
     def __init__(self, make: LayerFactory, config: DecoderConfig, altup: AltUp):
         self.ops, self._count, size = make.ops, altup.num_streams, config.hidden_size
-        others = range(altup.num_streams - 1)
-        self.projections = make.linear(
-            size,
-            {f"altup_projections.{i}": size for i in others},
-            takes_adapters=False,
-            is_divided=False,
-        )
+        others, stages = range(altup.num_streams - 1), make.group.stages
+        spreading, merging = self.NAMES
+        self.projections: Linear | None = None
+        if stages.is_first:
+            shards = {f"{spreading}.{i}": size for i in others}
+            self.projections = make.linear(size, shards, takes_adapters=False, is_divided=False)
         self.back = [
-            make.whole_linear(f"altup_unembed_projections.{i}", size, size) for i in others
+            make.whole_linear(f"{merging}.{i}", size, size) for i in others if stages.is_last
         ]
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, S, hidden_size]"""
+        assert self.projections is not None
         others = self.projections(x).view(len(x), self._count - 1, -1)
         self.ops.match_magnitude(others, x)
         return self.ops.stack_streams(x, others)
@@ -175,7 +177,8 @@ class Streams:
 
     def weights(self, prefix: str) -> Weights:
         for part in (self.projections, *self.back):
-            yield from part.weights(prefix)
+            if part is not None:
+                yield from part.weights(prefix)
 
 
 class AltUpDecoder(Decoder):
@@ -209,11 +212,21 @@ class AltUpDecoder(Decoder):
         for i in range(first, end):
             own = self.streams_of_layers[i]
             if self.taps is not None:
-                self.taps(i, own.prediction.active(streams))
+                self.taps(self.layer_range[i], own.prediction.active(streams))
             streams = own.compute(self.layers[i], streams, positions, metadata)
-        if end < len(self.layers):
+        if end < len(self.layers) or not self.stages.is_last:
             return streams.flatten(1)
         return _present(self.norm)(self.streams.merge(streams))
+
+    def stream_after(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Decoder. A layer returns other streams than it gets."""
+        return hidden
+
+    def is_of_another_rank(self, name: str) -> bool:
+        """See Decoder."""
+        part = name.removeprefix(self.config.base_prefix).partition(".")[0]
+        is_elsewhere = self.stages.count > 1 and part in Streams.NAMES
+        return is_elsewhere or super().is_of_another_rank(name)
 
     def weights(self) -> Weights:
         """See Decoder."""

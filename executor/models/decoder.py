@@ -20,7 +20,6 @@ from ...ipc.models.architectures import (
     TensorNames,
 )
 from ...ipc.models.decoder_config import DecoderConfig
-from ...ipc.models.ranks import head_in_layers
 from ...kernels.ops import AttentionMetadata
 from ..model import Model, RoutedTokens, StateLayer
 from ..pooling.heads import PoolingHead, TokenScore, make_head
@@ -31,9 +30,11 @@ from .gemma import (
     LayerInputBlock,
     LayerInputs,
     LayerScalar,
+    ReceivedInputs,
     ScaledExperts,
     SharedAttention,
     SparseMLP,
+    make_layer_inputs,
 )
 from .latent import LatentAttention
 from .layers import Embedding, LayerFactory, Linear, RMSNorm, Weights
@@ -157,7 +158,7 @@ def make_layer(
     make_mlp: Callable[[int], MLP],
     norms: LayerNorms,
     names: TensorNames,
-    layer_inputs: LayerInputs | None,
+    layer_inputs: LayerInputs | ReceivedInputs | None,
     has_scalar: bool,
 ) -> DecoderLayer:
     """Makes the blocks that the configuration says a layer has."""
@@ -269,12 +270,12 @@ class Decoder(Model):
         if config.experts is not None:
             own, count = make.own_experts(config.experts.count), config.experts.count
             self.other_experts = set(range(count)).difference(own)
-        inputs = config.per_layer_inputs
-        self.layer_inputs = None if inputs is None else LayerInputs(make, config, inputs)
-        self.layer_range = self.stages.layers_of(config.num_hidden_layers, head_in_layers(config))
+        readers = 0 if make.images is None else make.images.vision.num_vectors - 1
+        self.layer_range = self.stages.layers_of(config, readers)
+        self.layer_inputs = make_layer_inputs(make, config, self.layer_range.start)
         parts = make_attention, make_mlp, norms, names, self.layer_inputs, has_layer_scalars
         self.layers = [make_layer(make, config, index, *parts) for index in self.layer_range]
-        # the residual stream of a stage after the first one, [tokens, hidden_size]
+        # the residual stream of a stage after the first one, [tokens, stream_size]
         self.state, self.device = torch.empty(0), make.device
         self.norm: RMSNorm | None = None
         if self.stages.is_last:
@@ -336,7 +337,7 @@ class Decoder(Model):
             self.ops.scale(residual, self.embedding_scale)
         if self.images is not None:
             self.images.begin(residual, metadata)
-        if self.layer_inputs is not None:
+        if isinstance(self.layer_inputs, LayerInputs):
             self.layer_inputs.begin(token_ids, residual)
         return residual
 
@@ -395,30 +396,50 @@ class Decoder(Model):
         """Allocates the residual stream of steps of at most `num_tokens`. Call it before a step is
         recorded: a program holds the address.
         """
+        if self.layer_inputs is not None:
+            self.layer_inputs.reserve(num_tokens)
         if not self.stages.is_first:
-            shape = num_tokens, self.config.hidden_size
+            shape = num_tokens, self.stream_size
             self.state = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def receive_stream(self, num_tokens: int) -> None:
-        """Waits for the residual stream [num_tokens, hidden_size] of the stage before, and what its
-        taps have added up.
+        """Waits for the residual stream [num_tokens, stream_size] of the stage before, the inputs
+        of later layers, and what its taps have added up.
         """
-        if not self.stages.is_first:
-            if len(self.state) < num_tokens:  # the cache is not yet sized
+        inputs = self.layer_inputs
+        if self.stages.is_first and inputs is not None:
+            if len(inputs.state) < num_tokens:  # the cache is not yet sized
                 self.reserve_stream(num_tokens)
-            size, taps = self.config.hidden_size, self.taps
-            received = self.stages.receive(num_tokens, size * (1 + (taps is not None)), self.dtype)
-            self.state[:num_tokens].copy_(received[:, :size])
-            if taps is not None:
-                taps.state[:num_tokens].copy_(received[:, size:])
+            inputs.state[:num_tokens].zero_()
+        if not self.stages.is_first:
+            if len(self.state) < num_tokens:
+                self.reserve_stream(num_tokens)
+            parts = [self.state]
+            if inputs is not None:
+                parts.append(inputs.state)
+            if self.taps is not None:
+                parts.append(self.taps.state)
+            sizes = [part.shape[1] for part in parts]
+            received = self.stages.receive(num_tokens, sum(sizes), self.dtype)
+            for part, values in zip(parts, received.split(sizes, dim=1)):
+                part[:num_tokens].copy_(values)
 
     def send_stream(self, hidden: torch.Tensor) -> None:
         """Sends the residual stream to the next stage. hidden: what this stage's call returned."""
         if not self.stages.is_last:
-            stream = hidden if self.stages.is_first else self.state[: len(hidden)]
+            num_tokens = len(hidden)
+            parts = [self.stream_after(hidden)]
+            if self.layer_inputs is not None:
+                parts.append(self.layer_inputs.after(self.layer_range.stop, num_tokens))
             if self.taps is not None:
-                stream = torch.cat([stream, self.taps.state[: len(stream)]], dim=1)
-            self.stages.send(stream)
+                parts.append(self.taps.state[:num_tokens])
+            self.stages.send(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+
+    def stream_after(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The residual stream [T, stream_size] after this stage, whose call has returned
+        `hidden`.
+        """
+        return hidden if self.stages.is_first else self.state[: len(hidden)]
 
     def _add(
         self,
@@ -459,7 +480,7 @@ class Decoder(Model):
         prefix, base = self.config.name_prefix, self.config.base_prefix
         if self.embed_tokens is not None:
             yield from self.embed_tokens.weights(base)
-        if self.layer_inputs is not None:
+        if isinstance(self.layer_inputs, LayerInputs):
             yield from self.layer_inputs.weights(base)
         for i, layer in zip(self.layer_range, self.layers):
             yield from layer.weights(f"{base}layers.{i}.")
@@ -490,7 +511,8 @@ class Decoder(Model):
             return False
         base, names = self.config.base_prefix, self.names
         if not name.startswith(f"{base}layers."):
-            layers = (f"{base}{one}" for one in (names.embedding, names.final_norm))
+            others = LayerInputs.NAMES if isinstance(self.layer_inputs, ReceivedInputs) else ()
+            layers = (f"{base}{one}" for one in (names.embedding, names.final_norm, *others))
             heads = "lm_head", f"{self.config.name_prefix}lm_head"  # see StoredNames
             # a quantized weight is several tensors
             return name.rpartition(".")[0] in (*layers, *heads)

@@ -133,19 +133,31 @@ class LayerInputs:
     plus a part of a projection of the embedding.
     """
 
+    NAMES = "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"
+
     def __init__(self, make: LayerFactory, config: DecoderConfig, sizes: PerLayerInputs):
         self.size, self.ops = sizes.size, make.ops
         self.num_layers = config.num_hidden_layers
         width = self.num_layers * self.size
         is_part = sizes.vocab_size < config.vocab_size  # other tokens have the row of token 0
-        name = "embed_tokens_per_layer"
-        self.table: Embedding = make.table(name, sizes.vocab_size, width, is_part)
-        self.projection = make.whole_linear("per_layer_model_projection", config.hidden_size, width)
-        self.norm: RMSNorm = make.norm("per_layer_projection_norm", self.size, config)
+        table, projection, norm = self.NAMES
+        self.table: Embedding = make.table(table, sizes.vocab_size, width, is_part)
+        self.projection = make.whole_linear(projection, config.hidden_size, width)
+        self.norm: RMSNorm = make.norm(norm, self.size, config)
         # transformers multiplies by a number of the model's dtype
         self._table_scale = torch.tensor(self.size**0.5, dtype=make.dtype).item()
         self._projection_scale = config.hidden_size**-0.5
         self._of_layers = torch.empty(0)
+        # [tokens, layers * size] of a step, if there are stages: what the next one gets
+        self.state = torch.empty(0, width)
+        self._dtype, self._device = make.dtype, make.device
+
+    def reserve(self, num_tokens: int) -> None:
+        """Allocates room for steps of at most `num_tokens`, whose inputs the next stage gets. The
+        caller zeroes it before each step.
+        """
+        shape = num_tokens, self.num_layers * self.size
+        self.state = torch.zeros(shape, dtype=self._dtype, device=self._device)
 
     def begin(self, token_ids: torch.Tensor, embedded: torch.Tensor) -> None:
         """Computes the inputs of a step: token_ids [T], embedded [T, hidden_size]."""
@@ -158,20 +170,70 @@ class LayerInputs:
         ops.add(rows, total)
         ops.scale(total, 2**-0.5)
         self._of_layers = total.view(shape)
+        if len(self.state):  # a program has its own memory
+            ops.add(total, self.state[: len(total)])
 
-    def of(self, layer: int) -> torch.Tensor:
-        """[T, 1, size]: the input of a layer in the step that has begun."""
-        return self._of_layers[:, layer : layer + 1]
+    def of(self, layer: int, num_tokens: int) -> torch.Tensor:
+        """[num_tokens, 1, size]: the input of a layer in the step that has begun."""
+        return self._of_layers[:num_tokens, layer : layer + 1]
+
+    def after(self, layer: int, num_tokens: int) -> torch.Tensor:
+        """[num_tokens, layers * size]: the inputs of this layer and all that follow."""
+        return self.state[:num_tokens, layer * self.size :]
 
     def weights(self, prefix: str) -> Weights:
         for part in (self.table, self.projection, self.norm):
             yield from part.weights(prefix)
 
 
+class ReceivedInputs:
+    """The inputs of the layers of a stage after the first one, which come from the stage before."""
+
+    def __init__(
+        self, make: LayerFactory, first: int, config: DecoderConfig, sizes: PerLayerInputs
+    ):
+        """first: this stage's first layer."""
+        self.size, self._first = sizes.size, first
+        self._num_layers = config.num_hidden_layers - first
+        self._dtype, self._device = make.dtype, make.device
+        self.state = torch.empty(0, self._num_layers * self.size)  # [tokens, layers * size]
+
+    def reserve(self, num_tokens: int) -> None:
+        """Allocates room for steps of at most `num_tokens`."""
+        shape = num_tokens, self._num_layers * self.size
+        self.state = torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+    def of(self, layer: int, num_tokens: int) -> torch.Tensor:
+        """[num_tokens, 1, size]: the input of a layer in the step that has begun."""
+        begin = (layer - self._first) * self.size
+        return self.state[:num_tokens, begin : begin + self.size].unsqueeze(1)
+
+    def after(self, layer: int, num_tokens: int) -> torch.Tensor:
+        """[num_tokens, layers * size]: the inputs of this layer and all that follow."""
+        return self.state[:num_tokens, (layer - self._first) * self.size :]
+
+
+def make_layer_inputs(
+    make: LayerFactory, config: DecoderConfig, first: int
+) -> LayerInputs | ReceivedInputs | None:
+    """The inputs of the layers of a stage that begins with layer `first`; None: they have none."""
+    if (sizes := config.per_layer_inputs) is None:
+        return None
+    if make.group.stages.is_first:
+        return LayerInputs(make, config, sizes)
+    return ReceivedInputs(make, first, config, sizes)
+
+
 class LayerInputBlock:
     """projection(activation(gate(x)) * the layer's input)"""
 
-    def __init__(self, make: LayerFactory, config: DecoderConfig, layer: int, inputs: LayerInputs):
+    def __init__(
+        self,
+        make: LayerFactory,
+        config: DecoderConfig,
+        layer: int,
+        inputs: LayerInputs | ReceivedInputs,
+    ):
         self._layer, self._inputs, self.ops = layer, inputs, make.ops
         size, hidden_size = inputs.size, config.hidden_size
         self.gate = make.whole_linear("per_layer_input_gate", hidden_size, size)
@@ -181,7 +243,7 @@ class LayerInputBlock:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]"""
         gate = self.activate(self.gate(x))
-        given = self._inputs.of(self._layer)
+        given = self._inputs.of(self._layer, len(x))
         return self.projection(self.ops.multiply(given, gate.view(given.shape), "none").flatten(1))
 
     def weights(self, prefix: str) -> Weights:

@@ -20,7 +20,6 @@ import msgspec
 
 from ...ipc.codec import MessageDecoder, MessageEncoder
 from ...ipc.config import EngineConfig
-from ...ipc.errors import InvalidParameterError
 from ...ipc.failures import unpack_exception
 from ...ipc.lora import LoRARequest
 from ...ipc.messages import Failed
@@ -155,15 +154,8 @@ class MultiprocExecutor:
     def load_model(self, report: Callable[[str, float], None]) -> None:
         """See Executor. The progress is that of the first rank."""
         self._report = report
-        windows = self._call("load_model")
-        if any(one != windows[0] for one in windows):
-            raise InvalidParameterError(
-                "pipeline_parallel_size",
-                f"must be 1 with these sliding windows, which differ between stages ({windows}); "
-                f"disable_hybrid_kv_cache_manager=True makes them equal; got "
-                f"{self.config.device_config.pipeline_parallel_size}",
-            )
-        self.kv_cache_windows = tuple(windows[0])
+        windows, *_ = self._call("load_model")  # those of all ranks are equal
+        self.kv_cache_windows = tuple(windows)
 
     def determine_num_blocks(self) -> int:
         """See Executor: what the rank with the least memory has room for."""

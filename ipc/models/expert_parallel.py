@@ -38,7 +38,6 @@ def check_expert_parallel(config: EngineConfig) -> None:
         (device.distributed_executor_backend != "mp", "distributed_executor_backend=ray"),
         (scheduling.async_scheduling, "async_scheduling"),
         (scheduling.num_scheduler_steps > 1, "num_scheduler_steps > 1"),
-        (config.lora_config.enable_lora, "enable_lora"),
     ):
         if is_asked:
             raise InvalidParameterError(NAME, f"cannot be used with {option}")

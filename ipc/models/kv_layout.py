@@ -23,10 +23,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..config import EngineConfig, resolved
 from .ranks import num_steps_in_flight
+
+if TYPE_CHECKING:
+    from .decoder_config import DecoderConfig
 
 MAX_BURST = 8  # most passes of the model in one step for num_scheduler_steps=0
 MAX_DRAFTING_BURST = 32  # most tokens of a request in several passes that verify drafts
@@ -85,6 +88,32 @@ def plan_groups(config: EngineConfig, windows: Sequence[int], sizes: Sequence[in
     if not windows or config.scheduler_config.disable_hybrid_kv_cache_manager:
         return one_group(len(windows))
     return group_layers(windows, sizes, resolved(config.model_config.max_model_len))
+
+
+def plan_groups_of_stage(
+    config: EngineConfig, shape: DecoderConfig, stages: Sequence[range], stage: int
+) -> LayerGroups:
+    """The groups of the layers of one of several stages, counted from its first one that owns a
+    part of the cache. All stages have as many groups of each window, since they have the same block
+    tables; some may be empty. stages: the layers of each.
+    """
+    owners, windows = shape.cache_layers, shape.sliding_windows or (0,) * shape.num_hidden_layers
+    planned, most = [], Counter[int]()
+    for layers in stages:
+        own = [index for index in layers if index in owners]
+        kinds = [shape.layer(index) for index in own]
+        sizes = [(1 + one.has_values) * one.num_kv_heads * one.head_dim for one in kinds]
+        planned.append(plan_groups(config, [windows[index] for index in own], sizes))
+        if own:
+            most |= Counter(planned[-1].windows)
+    if not most:  # no layer has keys and values
+        return one_group(0)
+    groups: list[tuple[int, ...]] = []
+    mine = list(zip(planned[stage].layers, planned[stage].windows, strict=True))
+    for window in sorted(most):
+        of_window = [layers for layers, one in mine if one == window and layers]
+        groups += [*of_window, *[()] * (most[window] - len(of_window))]
+    return LayerGroups(tuple(groups), tuple(sorted(most.elements())))
 
 
 def one_group(num_layers: int) -> LayerGroups:

@@ -7,6 +7,7 @@ Must not know: processes, tensors, how a layer is divided.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from fractions import Fraction
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -34,18 +35,50 @@ def num_steps_in_flight(config: EngineConfig) -> int:
     return max(num_stages, 2 if config.scheduler_config.async_scheduling else 1)
 
 
-def layers_of_stage(stage: int, num_stages: int, num_layers: int, last_more: float) -> range:
-    """A stage's layers: neighbours. last_more: layers that take as long as what the last stage
-    computes besides. All stages take about equally long, and have one layer or more.
+def layers_of_stages(
+    num_stages: int, num_layers: int, last_more: float = 0.0, cuts: Sequence[int] | None = None
+) -> list[range]:
+    """The layers of each stage: neighbours. last_more: layers that take as long as what the last
+    stage computes besides. cuts: the first layers that a stage after the first one may have, in
+    order, num_stages - 1 or more; None: any. All stages take about equally long, as far as the cuts
+    allow, and have one layer or more.
     """
-
-    def first(stage: int) -> int:
-        if stage == num_stages:
-            return num_layers
+    places = range(1, num_layers) if cuts is None else cuts
+    firsts, begin = [0], 0
+    for stage in range(1, num_stages):
         even = int((num_layers + last_more) * stage / num_stages + 0.5)
-        return min(even, num_layers - (num_stages - stage))
+        # the stages that follow need cuts of their own
+        free = range(begin, len(places) - (num_stages - 1 - stage))
+        begin = min(free, key=lambda i: (abs(places[i] - even), i))
+        firsts.append(places[begin])
+        begin += 1
+    return list(map(range, firsts, [*firsts[1:], num_layers]))
 
-    return range(first(stage), first(stage + 1))
+
+def cuts_of(config: DecoderConfig, readers: int = 0) -> list[int]:
+    """The first layers that a stage after the first one may have: it has the layers whose keys and
+    values its own layers read. readers: how many of the first layers add rows of images, which the
+    first stage has.
+    """
+    reads_before = set[int]()  # places that a layer's keys and values would have to pass
+    for index in range(config.num_hidden_layers):
+        if (owner := config.layer(index).kv_from) is not None:
+            reads_before.update(range(owner + 1, index + 1))
+    places = range(max(1, readers), config.num_hidden_layers)
+    return [place for place in places if place not in reads_before]
+
+
+def stages_of(config: DecoderConfig, num_stages: int, readers: int = 0) -> list[range]:
+    """The layers of each stage of a model; see layers_of_stages and cuts_of. Call it for no more
+    stages than cuts allow.
+    """
+    last_more, cuts = head_in_layers(config), cuts_of(config, readers)
+    return layers_of_stages(num_stages, config.num_hidden_layers, last_more, cuts)
+
+
+def num_readers(model: ModelConfig) -> int:
+    """How many of the first layers add rows of images."""
+    return 0 if model.vision is None else model.vision.num_vectors - 1
 
 
 def head_in_layers(config: DecoderConfig) -> float:
@@ -85,14 +118,13 @@ def kv_share(config: EngineConfig) -> Fraction:
     assert architecture is not None  # check_ranks
     shape = architecture.parse(model.hf_config)
     kinds = {index: shape.layer(index) for index in shape.cache_layers}
-    num_stages, last_more = device.pipeline_parallel_size, head_in_layers(shape)
     of_rank = max(
         sum(
             max(1, kinds[index].num_kv_heads // device.tensor_parallel_size) * kinds[index].head_dim
-            for index in layers_of_stage(stage, num_stages, shape.num_hidden_layers, last_more)
+            for index in own
             if index in kinds
         )
-        for stage in range(num_stages)
+        for own in stages_of(shape, device.pipeline_parallel_size, num_readers(model))
     )
     of_all = sum(kind.num_kv_heads * kind.head_dim for kind in kinds.values())
     return Fraction(of_rank, of_all) if of_all else Fraction(1)
@@ -105,18 +137,17 @@ def state_bytes_of_rank(config: EngineConfig, itemsize: int) -> int:
     architecture, _ = row_of(config.model_config)
     assert architecture is not None  # check_ranks
     shape = architecture.parse(config.model_config.hf_config)
-    size, num_stages = (
-        config.device_config.tensor_parallel_size,
-        config.device_config.pipeline_parallel_size,
+    device = config.device_config
+    size, mixers = (
+        device.tensor_parallel_size,
+        [shape.layer(index).mixer for index in range(shape.num_hidden_layers)],
     )
-    last_more = head_in_layers(shape)
-    mixers = [shape.layer(index).mixer for index in range(shape.num_hidden_layers)]
-    stages = (
-        [mixers[index] for index in layers_of_stage(stage, num_stages, len(mixers), last_more)]
-        for stage in range(num_stages)
-    )
+    stages = stages_of(shape, device.pipeline_parallel_size, num_readers(config.model_config))
     return max(
-        state_bytes((one.of_rank(size).state_parts for one in own if one is not None), itemsize)
+        state_bytes(
+            (one.of_rank(size).state_parts for index in own if (one := mixers[index]) is not None),
+            itemsize,
+        )
         for own in stages
     )
 
@@ -214,28 +245,19 @@ def _check_stages(config: EngineConfig, shape: DecoderConfig, found: str) -> Non
     if count > shape.num_hidden_layers:
         most = f"num_hidden_layers={shape.num_hidden_layers}"
         raise InvalidParameterError(name, f"must be at most the model's {most}, got {count}")
-    if count > 1 and shape.per_layer_inputs is not None:
-        raise _refusal(
-            config, name, f"must be 1 with {found}: the first stage makes the inputs of all layers"
-        )
-    last_more = head_in_layers(shape)
-    vision, num_layers = config.model_config.vision, shape.num_hidden_layers
+    vision = config.model_config.vision
     drafting = config.scheduler_config.speculative_config
     has_head = drafting is not None and drafting.method in ("mtp", "eagle3")
     if count > 1 and vision is not None and has_head:
         problem = "a head that drafts reads rows of images, which the first stage has"
         raise _refusal(config, name, f"must be 1 with {found}: {problem}")
-    num_readers = 0 if vision is None else vision.num_vectors - 1
-    if num_readers > len(layers_of_stage(0, count, num_layers, last_more)):
-        problem = f"{num_readers} layers add rows of images, and belong to the first stage"
-        raise _refusal(config, name, f"must be smaller with {found}: {problem}")
-    for stage in range(count):
-        own = layers_of_stage(stage, count, num_layers, last_more)
-        for index in own:
-            owner = shape.layer(index).kv_from
-            if owner is not None and owner not in own:
-                problem = f"layer {index} reads keys and values of layer {owner} in another stage"
-                raise _refusal(config, name, f"must be 1 with {found}: {problem}")
+    readers = num_readers(config.model_config)
+    most = 1 + len(cuts_of(shape, readers))
+    if count > most:
+        problem = "layers that read keys and values of another one belong to its stage"
+        if readers:
+            problem = f"{readers} layers add rows of images, and belong to the first stage"
+        raise _refusal(config, name, f"must be at most {most} with {found}: {problem}")
 
 
 def row_of(model: ModelConfig) -> tuple[Architecture | None, str]:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from quire.executor.groups.stages import WHOLE, Stages
+from quire.executor.groups.stages import Stages
 from quire.executor.ranks.ring import RingEnds, StageEnds
 from quire.executor.ranks.shared_links import RingStageLinks
+from quire.ipc.models.ranks import layers_of_stages
 
 MADE: list[RingEnds] = []
 
@@ -31,10 +32,10 @@ def make_stages(count: int) -> list[Stages]:
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_every_layer_is_in_one_stage(count: int) -> None:
     for num_layers in range(count, 12):
-        parts = [stage.layers_of(num_layers) for stage in make_stages(count)]
+        parts = layers_of_stages(count, num_layers)
         assert [layer for part in parts for layer in part] == list(range(num_layers))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert WHOLE.layers_of(7) == range(7) == WHOLE.layers_of(7, 3.0)
+    assert layers_of_stages(1, 7) == [range(7)] == layers_of_stages(1, 7, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -42,9 +43,19 @@ def test_every_layer_is_in_one_stage(count: int) -> None:
     [(2, 4.6, [14, 10]), (2, 1.0, [13, 11]), (3, 3.0, [9, 9, 6]), (4, 90.0, [21, 1, 1, 1])],
 )
 def test_the_last_stage_has_fewer_layers_for_its_head(count, last_more, sizes) -> None:
-    parts = [stage.layers_of(24, last_more) for stage in make_stages(count)]
+    parts = layers_of_stages(count, 24, last_more)
     assert [layer for part in parts for layer in part] == list(range(24))
     assert [len(part) for part in parts] == sizes
+
+
+@pytest.mark.parametrize(
+    ("count", "cuts", "firsts"),
+    [(2, [3, 4, 9], [9]), (3, [3, 4, 9], [4, 9]), (4, [3, 4, 9], [3, 4, 9]), (3, [1, 2], [1, 2])],
+)
+def test_a_stage_begins_at_the_nearest_cut(count, cuts, firsts) -> None:
+    parts = layers_of_stages(count, 14, 0.0, cuts)
+    assert [layer for part in parts for layer in part] == list(range(14))
+    assert [part.start for part in parts[1:]] == firsts
 
 
 def test_tensors_arrive_as_they_were_sent() -> None:

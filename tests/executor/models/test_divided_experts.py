@@ -14,6 +14,7 @@ from quire.tests.executor.driver import Row, start_executor
 from quire.tests.executor.engine_threads import EngineThreads
 from quire.tests.executor.models.test_experts import stacked_copy
 from quire.tests.executor.models.test_parallel_layers import random_workload
+from quire.tests.executor.ranks.test_adapters_of_ranks import LORA, run, write_adapters
 
 
 def bits(rows: list[Row]) -> list[Any]:
@@ -53,6 +54,16 @@ def test_two_engines_have_the_bits_of_one(tiny, tmp_path, kind: str, settings: d
     one = start_executor(tiny(kind), **settings)
     engines = EngineThreads(tiny(kind), tmp_path, **settings)
     check(one, engines, range(2))
+    engines.shutdown()
+
+
+def test_adapters_beside_divided_experts(tiny, tmp_path) -> None:
+    """Requests of one engine alone have adapters; experts have none."""
+    model = tiny("qwen2_moe")
+    adapters = write_adapters(model, tmp_path / "adapters")
+    one, engines = start_executor(model, **LORA), EngineThreads(model, tmp_path / "engines", **LORA)
+    found, none = engines.run([partial(run, adapters=adapters), nothing])
+    assert bits(found) == bits(run(one, adapters)) and not none
     engines.shutdown()
 
 

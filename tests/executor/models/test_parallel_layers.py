@@ -89,11 +89,7 @@ def test_two_ranks_have_all_streams(tiny) -> None:
 )
 def test_stages_give_the_tokens_of_one(tiny, kind, size, num_stages, arguments) -> None:
     model = tiny(kind, num_hidden_layers=4, **arguments)
-    options = {"disable_hybrid_kv_cache_manager": True}
-    one, stages = (
-        start_executor(model, **options),
-        RankThreads.of(model, size, num_stages, **options),
-    )
+    one, stages = start_executor(model), RankThreads.of(model, size, num_stages)
     runners = [rank.runner for rank in stages.ranks]
     assert all((runner.program is not None) == (size == 1) for runner in runners)
     assert all(runner.bursts is None for runner in runners)  # they need a step's own tokens
@@ -122,11 +118,7 @@ def test_stages_give_the_tokens_of_one(tiny, kind, size, num_stages, arguments) 
 )
 def test_stages_of_other_layers(tiny, kind: str, size: int, num_stages: int) -> None:
     model = tiny(kind, **(GEMMA4_EXPERTS if kind == "gemma4_text" else {}))
-    options = {"disable_hybrid_kv_cache_manager": True}
-    one, stages = (
-        start_executor(model, **options),
-        RankThreads.of(model, size, num_stages, **options),
-    )
+    one, stages = start_executor(model), RankThreads.of(model, size, num_stages)
     layers = [len(rank.model.state_layers()) for rank in stages.ranks[::size]]
     assert sum(layers) == len(one.model.state_layers())
     for seed in range(2):
@@ -134,10 +126,25 @@ def test_stages_of_other_layers(tiny, kind: str, size: int, num_stages: int) -> 
     stages.shutdown()
 
 
-def test_stages_in_bfloat16_have_the_bits_of_one_rank(tiny) -> None:
-    model, options = tiny("qwen2", num_hidden_layers=3), {"dtype": "bfloat16"}
-    one, stages = start_executor(model, **options), RankThreads.of(model, 1, 2, **options)
-    for seed in range(3):
+@pytest.mark.parametrize(
+    ("kind", "num_stages", "num_layers"),
+    [
+        ("qwen2", 2, [2, 1]),
+        # layers that read keys and values of another one are in its stage, and get their inputs
+        # from the stage before
+        ("gemma3n_text", 3, [1, 1, 4]),
+        ("gemma4_text", 2, [2, 4]),
+    ],
+)
+def test_stages_in_bfloat16_have_the_bits_of_one_rank(tiny, kind, num_stages, num_layers) -> None:
+    model = tiny(kind, **({"num_hidden_layers": 3} if kind == "qwen2" else {}))
+    options = {"dtype": "bfloat16"}
+    one, stages = start_executor(model, **options), RankThreads.of(model, 1, num_stages, **options)
+    assert [len(rank.model.layer_range) for rank in stages.ranks] == num_layers
+    assert all(rank.runner.program is not None for rank in stages.ranks)
+    tables = {rank.kv_cache_windows for rank in stages.ranks}  # of all stages alike
+    assert [set(windows) for windows in tables] == [set(one.kv_cache_windows)]
+    for seed in range(2):
         rows = zip(random_workload(one, seed), random_workload(stages, seed), strict=True)
         for mine, theirs in rows:
             assert mine.output == theirs.output

@@ -23,7 +23,6 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize(
     ("kind", "arguments", "words"),
     [
-        ("mixtral", {"enable_lora": True}, "cannot be used with enable_lora"),
         ("mixtral", {"async_scheduling": True}, "with async_scheduling"),
         ("mixtral", {"num_scheduler_steps": 2}, "with num_scheduler_steps > 1"),
         ("mixtral", {"model_impl": "transformers"}, "needs a mixture of experts"),
@@ -38,7 +37,7 @@ def test_what_is_refused(models, kind: str, arguments: dict, words: str) -> None
 
 
 def test_what_is_accepted(models) -> None:
-    config = EngineArgs(models["mixtral"], quantization="int8", **SHARED).create_engine_config()
+    config = EngineArgs(models["mixtral"], enable_lora=True, **SHARED).create_engine_config()
     assert shares_experts(config)
     device = msgspec.structs.replace(config.device_config, device="cuda")
     with pytest.raises(InvalidParameterError, match="cannot be used with device=cuda"):

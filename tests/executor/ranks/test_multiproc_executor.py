@@ -379,12 +379,3 @@ def test_a_rank_that_dies_between_steps_is_noticed(ranks) -> None:
     assert "rank 1 of 2" in causes[0] and "SIGKILL" in causes[0] and len(causes) == 1
     ranks.watch(on_failure)
     assert len(causes) == 2
-
-
-def test_windows_that_differ_between_stages_are_refused(tiny) -> None:
-    types = ["full_attention", "full_attention", "sliding_attention"]
-    model = tiny("gemma3_text", num_hidden_layers=3, layer_types=types)
-    executor = make_executor(make_config(model, pipeline_parallel_size=2))
-    with pytest.raises(InvalidParameterError, match="pipeline_parallel_size: must be 1 with these"):
-        executor.load_model(lambda stage, fraction: None)
-    executor.shutdown()

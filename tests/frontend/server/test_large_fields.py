@@ -455,11 +455,6 @@ def check_gaps(gaps: dict[str, float], state: ServerState) -> None:
     assert len(state.responses) >= NUM_STORED  # no request has changed the store
 
 
-def test_no_list_of_the_responses_api_stops_the_server(full_state: ServerState) -> None:
-    paths = {"/v1/responses", "/v1/conversations/{conversation_id}/items"}
-    check_gaps(longest_gaps_s(full_state, paths), full_state)
-
-
 @pytest.mark.slow
 def test_no_list_of_any_api_stops_the_server(full_state, server, idle_gap_s) -> None:
     """The scripted engine pools nothing: those APIs are those of a real server."""

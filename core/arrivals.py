@@ -85,16 +85,25 @@ class Arrivals:
                 raise InvalidParameterError("request_id", f"{request_id!r} is already in use")
         except InvalidParameterError as refusal:
             return self._refuse(str(request.request_id), refusal, client_index)
-        pull = self._pull(request) if self._pulls else None
-        if request.structured_outputs is not None:
-            self._check_grammar(request, client_index, pull)
-        elif pull is not None:
-            arrival = self._scheduler.reserve_arrivals(request.num_completions)
-            self.gate.add(request, client_index, arrival, pull)
+        if request.structured_outputs is not None or self._pulls:
+            self._wait(request, client_index)
         elif request.lora_request is not None:
             self._enter(request, client_index)
         else:
             self._scheduler.add_request(request, client_index)
+
+    def _wait(self, request: EngineCoreRequest, client_index: int) -> None:
+        """Queues a request once its grammar is checked and other engines have sent what they have.
+        One that waits for neither enters at once.
+        """
+        pull = self._pull(request) if self._pulls else None
+        check = self._check_grammar(request, client_index)
+        ready = after_both(check, pull) if check and pull else check or pull
+        if ready is None:
+            return self._enter(request, client_index)
+        arrival = self._scheduler.reserve_arrivals(request.num_completions)
+        self.gate.add(request, client_index, arrival, ready)
+        self.admit_checked()
 
     def _pull(self, request: EngineCoreRequest) -> Future[None] | None:
         """Has other engines send what they have computed of the prompt. None: it does not wait for
@@ -104,18 +113,14 @@ class Arrivals:
             return None
         return self._scheduler.kv_cache_manager.fetch(Request(request, self._max_model_len))
 
-    def _check_grammar(
-        self, request: EngineCoreRequest, client_index: int, pull: Future[None] | None
-    ) -> None:
-        arrival = self._scheduler.reserve_arrivals(request.num_completions)
+    def _check_grammar(self, request: EngineCoreRequest, client_index: int) -> Future[None] | None:
+        if request.structured_outputs is None:
+            return None
         owner = f"{client_index} {request.owner}"
         is_known = bool(request.resume_tokens)
-        grammar = resolved(request.structured_outputs)
-        check = self._checker.check_grammar(grammar, is_known=is_known, owner=owner)
-        if pull is not None:
-            check = after_both(check, pull)
-        self.gate.add(request, client_index, arrival, check)
-        self.admit_checked()
+        return self._checker.check_grammar(
+            request.structured_outputs, is_known=is_known, owner=owner
+        )
 
     def admit_checked(self) -> None:
         """Passes requests with a valid grammar, and late ones, to the scheduler; answers the
@@ -250,11 +255,11 @@ class GatedRequest:
         return RuntimeError(f"its grammar could not be checked: {error}")
 
 
-def after_both(check: Future, pull: Future[None]) -> Future[None]:
+def after_both(check: Future[None], pull: Future[None]) -> Future[None]:
     """The result of `check`, once `pull` is done, too."""
     both: Future[None] = Future()
 
-    def pass_on(_: Future) -> None:
+    def pass_on(_: Future[None]) -> None:
         error = RuntimeError("it was cancelled") if check.cancelled() else check.exception()
         if error is None:
             both.set_result(None)

@@ -65,6 +65,7 @@ class Arrivals:
         """wake: see GrammarGate. deliver: sends the rows at once, if the host can."""
         self.gate = GrammarGate(wake)
         self._limits = RequestLimits.of(config)
+        self._owners_by_name = config.scheduler_config.owners_by_name
         self._scheduler = scheduler
         self._checker = checker
         self._rows = rows
@@ -116,7 +117,7 @@ class Arrivals:
     def _check_grammar(self, request: EngineCoreRequest, client_index: int) -> Future[None] | None:
         if request.structured_outputs is None:
             return None
-        owner = f"{client_index} {request.owner}"
+        owner = f"{0 if self._owners_by_name else client_index} {request.owner}"
         is_known = bool(request.resume_tokens)
         return self._checker.check_grammar(
             request.structured_outputs, is_known=is_known, owner=owner

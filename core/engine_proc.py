@@ -492,7 +492,7 @@ def main(
     """
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.connect is not None:
+    if args.parent_pid is not None:  # a daemon has none, unless it belongs to a group of servers
         die_with_parent(args.parent_pid)
     configure_logging(args.log_level, args.log_format, args.log_model)
     # the stacks of all threads on stderr, also of a thread that holds the GIL

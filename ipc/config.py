@@ -288,6 +288,11 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         "Decoding steps per scheduling (multi-step decoding). 0: some, where few requests of a "
         "small model run on a CPU; else 1.",
     ] = 0
+    owners_by_name: Annotated[
+        bool,
+        "Programs that name the same owner of a request (quire serve: its key) share what this "
+        "owner gets of the engine; else each program has owners of its own.",
+    ] = False
     speculative_config: Annotated[
         SpeculativeConfig | None,
         "How tokens are drafted, several of which a step verifies; a JSON object such as "

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import msgspec
@@ -69,13 +69,19 @@ def exec_daemon(address: str, config: EngineConfig, *, replaces: bool = False) -
     command = engine_command(listen=address, replaces=replaces)
     sys.stdout.flush()
     sys.stderr.flush()
-    # a pipe would block if the configuration exceeds its buffer
-    stdin = os.memfd_create("quire-config")
-    with open(stdin, "wb", closefd=False) as file:
-        file.write(msgspec.json.encode(config))
-    os.lseek(stdin, 0, os.SEEK_SET)
-    os.dup2(stdin, 0)
+    os.dup2(file_with(msgspec.json.encode(config)), 0)
     os.execve(command[0], command, engine_environment())
+
+
+def file_with(data: bytes) -> int:
+    """A descriptor of a file in memory that holds `data`, for a process to read as its stdin; a
+    pipe would block if they exceed its buffer. The caller closes it.
+    """
+    descriptor = os.memfd_create("quire-config")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 def _log_arguments() -> list[str]:
@@ -107,14 +113,24 @@ class ChildProcess:
     """
 
     def __init__(
-        self, command: Sequence[str], key: bytes, *, name: str, pass_fds: Sequence[int] = ()
+        self,
+        command: Sequence[str],
+        key: bytes,
+        *,
+        name: str,
+        pass_fds: Sequence[int] = (),
+        stdin: int = subprocess.DEVNULL,
+        environment: Mapping[str, str] | None = None,
     ):
         """Starts `command` with --parent-pid, --key-fd (for read_key) and options of its log.
 
         `key`: bytes that the child reads from a pipe, because every user may read a command line.
         `name`: of the child in messages. `pass_fds`: descriptors that it inherits by number.
+        `stdin`: the descriptor of its stdin. `environment`: its variables, an engine's by default.
         """
         self.name = name
+        self._stdin = stdin
+        self._environment = engine_environment() if environment is None else environment
         key_fd, self._parent_write_fd = os.pipe()
         os.write(self._parent_write_fd, key)  # the pipe's buffer holds it
         self._stderr_fd, stderr_fd = os.pipe()
@@ -155,11 +171,11 @@ class ChildProcess:
             # output.
             self._popen = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=self._stdin,
                 stdout=stderr_fd,
                 stderr=stderr_fd,
                 pass_fds=self._pass_fds,
-                env=engine_environment(),
+                env=self._environment,
                 start_new_session=True,
             )
             self.pid = self._popen.pid

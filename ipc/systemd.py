@@ -1,4 +1,5 @@
-"""Reports to systemd that a service is ready, and that it works (sd_notify).
+"""Reports to systemd that a service is ready, and that it works (sd_notify), and receives such
+reports from a child.
 
 Must not know: what the service does.
 """
@@ -10,6 +11,7 @@ import math
 import os
 import socket
 import time
+from pathlib import Path
 
 
 class Notifier:
@@ -40,3 +42,45 @@ class Notifier:
         address = "\0" + self._address[1:] if self._address[0] == "@" else self._address
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
             out.sendto(message, address)
+
+
+class Notices:
+    """What a child reports as it would to systemd, at a socket file of its own.
+
+    `environment` are the variables that make it report. It reports twice in `limit_s` that it
+    works, if that is given, once it is ready.
+    """
+
+    def __init__(self, path: Path, limit_s: float | None = None):
+        self._path = path
+        self._limit_s = limit_s
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.bind(str(path))
+        self.environment = {"NOTIFY_SOCKET": str(path)}
+        if limit_s is not None:
+            self.environment["WATCHDOG_USEC"] = str(round(limit_s * 1e6))
+        self.is_ready = False
+        self._heard = math.inf  # by time.monotonic()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def read(self) -> None:
+        while True:
+            try:
+                message = self._socket.recv(4096)
+            except BlockingIOError:
+                return
+            self.is_ready |= message == b"READY=1"
+            self._heard = time.monotonic()
+
+    @property
+    def late_at(self) -> float:
+        """When the child counts as hung, by time.monotonic(); inf if it is not watched."""
+        return (
+            math.inf if self._limit_s is None or not self.is_ready else self._heard + self._limit_s
+        )
+
+    def close(self) -> None:
+        self._socket.close()
+        self._path.unlink(missing_ok=True)

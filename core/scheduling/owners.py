@@ -37,12 +37,14 @@ class WaitingQueue:
     Iteration is over the waiting requests of all owners, by key.
     """
 
-    def __init__(self, max_debt: int):
+    def __init__(self, max_debt: int, *, by_name: bool = False):
         """`max_debt`: an owner that begins to wait is at most this many tokens behind the others,
-        however many it has received while no other owner waited.
+        however many it has received while no other owner waited. `by_name`: clients that name the
+        same owner share it.
         """
         self.owners: dict[tuple[int, str], RequestOwner] = {}  # with unfinished requests
         self._max_debt = max_debt
+        self._by_name = by_name
         self._last_started = RequestOwner()
         self._num_waiting = 0
 
@@ -56,7 +58,7 @@ class WaitingQueue:
 
     def enter(self, client_index: int, name: str, weight: float) -> RequestOwner:
         """The owner of a new request, which counts until `leave`. The last weight applies."""
-        identity = (client_index, name)
+        identity = (0 if self._by_name else client_index, name)
         owner = self.owners.get(identity)
         if owner is None:
             owner = self.owners[identity] = RequestOwner(identity, self._last_started.served)

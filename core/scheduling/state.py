@@ -50,6 +50,7 @@ class StepLimits:
     max_chunk_tokens: int  # of one request
     enable_chunked_prefill: bool
     uses_priority: bool
+    owners_by_name: bool
     uses_loras: bool
     num_stages: int  # as many steps run at the same time, with different requests
     least_samples: int  # requests in a step before others are kept for the next one
@@ -86,6 +87,7 @@ class StepLimits:
             max_chunk_tokens=max_chunk_tokens,
             enable_chunked_prefill=scheduling.enable_chunked_prefill,
             uses_priority=scheduling.scheduling_policy == "priority",
+            owners_by_name=scheduling.owners_by_name,
             uses_loras=config.lora_config.enable_lora,
             num_stages=num_stages,
             least_samples=LEAST_SAMPLES_INT4 if is_int4 else LEAST_SAMPLES,
@@ -119,7 +121,9 @@ class SchedulerState:
         self.counters = counters
         self.requests: dict[str, Request] = {}
         self.families: dict[str, Family] = {}  # by the id of a message with n > 1
-        self.waiting = WaitingQueue(max_debt=limits.max_num_batched_tokens)
+        self.waiting = WaitingQueue(
+            max_debt=limits.max_num_batched_tokens, by_name=limits.owners_by_name
+        )
         self.running: list[Request] = []  # sorted by key
         self.held: dict[str, Request] = {}  # in order of arrival; see hold_arrivals
         self.lora_slots = LoraSlots(config.lora_config.max_loras)

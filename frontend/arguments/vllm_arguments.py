@@ -44,7 +44,6 @@ SHORT_OPTIONS = {
     "prefill_context_parallel_size": ("-pcp",),
     "optimization_level": ("-O",),
     "compilation_config": ("-cc",),
-    "api_server_count": ("-asc",),
 }
 
 # These are accepted, with this note in the log.
@@ -122,7 +121,6 @@ WITHOUT_EFFECT = _by_name(
 )
 # These are accepted with these values only.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "api_server_count": (1,),
     "data_parallel_address": ("localhost", "127.0.0.1", "::1"),
     "data_parallel_backend": ("mp",),
     "config_format": ("auto", "hf"),
@@ -233,7 +231,7 @@ SERVER_NAMES = frozenset(SERVER_WITHOUT_EFFECT).union(
     SERVER_REFUSED,
     _names(
         """
-        allowed_headers allowed_methods api_server_count chat_template_content_format
+        allowed_headers allowed_methods chat_template_content_format
         enable_auto_tool_choice fingerprint_mode response_role ssl_cert_reqs
         """
     ),

@@ -71,11 +71,20 @@ def run(args: argparse.Namespace) -> int:
         arguments.setdefault("enable_lora", True)
     is_several = len(args.models) > 1 or any(hasattr(args, name) for name in OF_SEVERAL)
     if is_several or config.allow_model_changes:
+        if config.api_server_count > 1:
+            raise InvalidParameterError("api_server_count", "must be 1 with several models")
         from ..server.serving import serve
 
         with naming_sources(args.settings):
             return serve(config, served_models(args, arguments), ENGINE.default, arguments)
     engine = getattr(args, "engine", ENGINE.default)
+    if config.api_server_count > 1:
+        from ..engine_args import EngineArgs
+        from ..server.serving import serve_several
+
+        engine_args = EngineArgs(**arguments)
+        with naming_sources(args.settings), plan_beneath(engine_args, arguments):
+            return serve_several(config, engine_args, engine, given(args, server_flags()))
     configure_logging(log_level_of(config.log_level), config.log_format)
     with early_engine(engine, arguments):
         from ..engine_args import EngineArgs

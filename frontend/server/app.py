@@ -12,7 +12,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import RedirectResponse
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Match, Route, Router
 
 from ... import __version__
@@ -20,7 +20,7 @@ from ...ipc.platform_tuning import trim_heap
 from .dispatch import OF_ONE_MODEL, routes_of_models
 from .http.call import HttpCall, new_request_id, read_deadline
 from .http.cross_site import CrossSite, normal_origin
-from .http.errors import ENDS, from_status
+from .http.errors import ENDS, from_status, unsupported
 from .http.openapi import ApiRoute, description_routes
 from .http.sse import JsonAnswer
 from .models import Models
@@ -43,6 +43,8 @@ POLLS = frozenset(
     | {"/v1/engine/state", "/v1/engine/experts"}
 )
 CLIENT_LEFT = 499  # nginx's status for a closed connection; used in metrics only
+# What these routes show is kept in the memory of a process.
+OF_ONE_PROCESS = ("/v1/requests", "/v1/conversations", "/v1/responses/{")
 FAMILIES = (*OF_ONE_MODEL, health, metrics, models, ollama_models, page)  # as they are tried
 
 
@@ -82,9 +84,24 @@ def log_access(scope: Any, status: int, duration_s: float) -> None:
 def all_routes(state: ServerState, models: Models | None = None) -> list[ApiRoute]:
     if models is None:
         routes = [route for family in FAMILIES for route in family.routes(state)]
+        if state.server_config.api_server_count > 1:
+            routes = list(map(without_memory, routes))
     else:
         routes = routes_of_models(state, models)
     return [*routes, *description_routes(routes, __version__, state.server_config.root_path)]
+
+
+def without_memory(route: ApiRoute) -> ApiRoute:
+    """Returns the route, or one that refuses its requests if they are about what a server keeps of
+    earlier ones: of several processes, another one may have it.
+    """
+    if not route.path.startswith(OF_ONE_PROCESS):
+        return route
+
+    async def refuse(request: Request) -> Response:
+        raise unsupported("api_server_count", f"{route.path} needs a server of one process.")
+
+    return route.with_endpoint(refuse)
 
 
 class AnswerSender:

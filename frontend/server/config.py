@@ -39,6 +39,12 @@ class ServerConfig(Section, frozen=True):
         "Path of a Unix socket to listen on, in place of host and port. Processes that may write "
         "to the file may connect.",
     ] = None
+    api_server_count: Annotated[
+        PositiveInt,
+        aliases("-asc"),
+        "Server processes that share the port and one engine. More than one: for more requests or "
+        "longer texts than one process can read and write.",
+    ] = 1
     root_path: Annotated[
         str,
         Meta(pattern="^(/[^?#]*[^?#/])?$"),
@@ -232,6 +238,10 @@ class ServerConfig(Section, frozen=True):
         "Maximum stored responses of /v1/responses; the oldest are evicted first, those of keys "
         "above an equal share before others.",
     ] = 1024
+
+    def share(self, limit: int) -> int:
+        """Returns the part of a limit of the whole server that one of its processes enforces."""
+        return -(-limit // self.api_server_count)
 
 
 def server_fields() -> dict[str, ConfigField]:

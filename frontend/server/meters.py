@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from ...ipc.params import PoolingParams, SamplingParams
 from ..outputs import RequestMetrics
@@ -95,6 +96,11 @@ class Histogram:
             self.counts[bucket] += end - begin
         self.sum += sum(ordered)
 
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Adds the counts per bucket and the sum of another one with the same bounds."""
+        self.counts = [own + other for own, other in zip(self.counts, counts, strict=True)]
+        self.sum += total
+
     def cumulative(self) -> list[tuple[str, float]]:
         """Returns (bound, number of observations up to it), as Prometheus requires."""
         total, buckets = 0, []
@@ -127,6 +133,41 @@ class Meters:
         )
         self.histograms = {name: Histogram(*entry) for name, entry in HISTOGRAMS.items()}
 
+    def packed(self) -> dict[str, Any]:
+        """Returns all that is counted, for JSON and `add`."""
+        return {
+            "requests_by_reason": self.requests_by_reason,
+            "connections_refused": self.connections_refused,
+            "http_requests": list(self.http_requests.items()),
+            "http_durations": [
+                [key, one.counts, one.sum] for key, one in self.http_durations.items()
+            ],
+            "active": [self.num_http_requests, self.num_body_bytes],
+            "restart_gaps": [self.restart_gaps.counts, self.restart_gaps.sum],
+            "histograms": {name: [one.counts, one.sum] for name, one in self.histograms.items()},
+        }
+
+    def add(self, packed: dict[str, Any], *, is_over: bool) -> None:
+        """Adds what another process has packed. `is_over`: none of its requests is active."""
+        self.requests_by_reason.update(packed["requests_by_reason"])
+        self.connections_refused.update(packed["connections_refused"])
+        for (method, route, status), count in packed["http_requests"]:
+            self.http_requests[method, route, status] += count
+        for (method, route), counts, total in packed["http_durations"]:
+            self._durations(method, route).add(counts, total)
+        if not is_over:
+            num_requests, num_bytes = packed["active"]
+            self.num_http_requests += num_requests
+            self.num_body_bytes += num_bytes
+        self.restart_gaps.add(*packed["restart_gaps"])
+        for name, (counts, total) in packed["histograms"].items():
+            self.histograms[name].add(counts, total)
+
+    def _durations(self, method: str, route: str) -> Histogram:
+        if (histogram := self.http_durations.get((method, route))) is None:
+            histogram = self.http_durations[method, route] = Histogram("", HTTP_S)
+        return histogram
+
     def http_began(self) -> None:
         self.num_http_requests += 1
 
@@ -143,9 +184,7 @@ class Meters:
         self.num_http_requests -= 1
         self.num_body_bytes -= num_body_bytes
         self.http_requests[method, route, status] += 1
-        if (histogram := self.http_durations.get((method, route))) is None:
-            histogram = self.http_durations[method, route] = Histogram("", HTTP_S)
-        histogram.observe(duration_s)
+        self._durations(method, route).observe(duration_s)
 
     def request_ended(
         self,

@@ -15,7 +15,7 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -24,6 +24,7 @@ import msgspec
 import uvicorn
 
 from ...ipc import platform_tuning
+from ...ipc.config import EngineConfig, config_fields
 from ...ipc.errors import EngineStartError, InvalidParameterError, QuireError
 from ...ipc.log_format import announce, configure_logging, log_level_of
 from ...ipc.process import INTERRUPTS_IGNORED, ignores_interrupts
@@ -32,6 +33,7 @@ from ..async_llm import AsyncLLM
 from ..engine_args import EngineArgs
 from .app import make_app
 from .config import ServerConfig, connections_within, most_files
+from .group import ServerGroup, config_of_members
 from .http.acceptor import AcceptingServer
 from .http.errors import ENDS, ApiError
 from .http.protocol import Protocol
@@ -43,6 +45,7 @@ from .state import ServerState
 logger = logging.getLogger(__name__)
 tell = functools.partial(announce, logger, "quire serve")
 BACKLOG = 2048  # connections that wait to be accepted
+PUBLISH_TICKS = 10  # uvicorn's, of 0.1 s, between two looks of other processes at the counts
 
 
 def serve(
@@ -76,6 +79,68 @@ def serve(
         state = ServerState(config, args.served_model_name or args.model)
         server = EngineServer(config, state, args, engine)
         tell(f"{shown_address(config, listener)} (loading {args.model})")
+    warn(config)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        if socket_file is not None:
+            socket_file.remove()
+    if server.failure is not None:
+        raise server.failure
+    return 0
+
+
+def serve_several(
+    config: ServerConfig, args: EngineArgs, engine: str, given: Mapping[str, Any]
+) -> int:
+    """Does the same as `serve` with api_server_count processes. `given` are the server's settings
+    that the user has chosen.
+    """
+    configure_logging(log_level_of(config.log_level), config.log_format)
+    check_certificate(config)
+    own = config_of_members(config, given)
+    engine_config = None
+    if engine == "process":
+        engine_config = group_engine(args)
+    elif engine == "inproc":
+        raise InvalidParameterError("engine", "must be process or a daemon's address")
+    arguments = {
+        name: value
+        for name, field in config_fields().items()
+        if field.is_of_frontend and (value := getattr(args, name)) != field.default
+    }
+    listener = open_port(config)
+    socket_file = None if config.uds is None else SocketFile(Path(config.uds))
+    name = args.served_model_name or args.model
+    tell(f"{shown_address(config, listener)} (loading {args.model})")
+    warn(config)
+    try:
+        ServerGroup(own, engine_config, engine, arguments, listener, name).run(tell)
+    finally:
+        listener.close()
+        if socket_file is not None:
+            socket_file.remove()
+    return 0
+
+
+def group_engine(args: EngineArgs) -> EngineConfig:
+    """Returns the configuration of the engine of several server processes. Raises
+    InvalidParameterError for an engine that cannot be a daemon.
+    """
+    engine_config = args.create_engine_config()
+    if engine_config.service_config.standby:
+        raise InvalidParameterError("standby", "needs api_server_count=1")
+    if (number := engine_config.device_config.data_parallel_size) > 1:
+        problem = f"must be 1 with several server processes (api_server_count), got {number}"
+        raise InvalidParameterError("data_parallel_size", problem)
+    scheduler = msgspec.structs.replace(engine_config.scheduler_config, owners_by_name=True)
+    return msgspec.structs.replace(engine_config, scheduler_config=scheduler)
+
+
+def warn(config: ServerConfig) -> None:
+    """Warns of an address without keys that other machines reach, and of a SIGINT that is
+    ignored.
+    """
     if (
         config.uds is None
         and config.host not in ("127.0.0.1", "localhost", "::1")
@@ -87,14 +152,6 @@ def serve(
         )
     if ignores_interrupts():
         tell(INTERRUPTS_IGNORED)
-    try:
-        server.run(sockets=[listener])
-    finally:
-        if socket_file is not None:
-            socket_file.remove()
-    if server.failure is not None:
-        raise server.failure
-    return 0
 
 
 def shown_address(config: ServerConfig, listener: socket.socket) -> str:
@@ -207,8 +264,14 @@ class EngineServer(AcceptingServer):
     """
 
     def __init__(
-        self, config: ServerConfig, state: ServerState, args: EngineArgs | Models, engine: str
+        self,
+        config: ServerConfig,
+        state: ServerState,
+        args: EngineArgs | Models,
+        engine: str,
+        on_ready: Callable[[], None] | None = None,
     ):
+        """`on_ready` is called when the engine is ready; by default the user is told."""
         models = args if isinstance(args, Models) else None
         super().__init__(
             uvicorn.Config(
@@ -246,6 +309,7 @@ class EngineServer(AcceptingServer):
         self.failure: QuireError | None = None
         self._args = args
         self._engine = engine
+        self._on_ready = on_ready
         self._has_ended_engine = False
         self._ignores_interrupts = ignores_interrupts()
 
@@ -315,6 +379,8 @@ class EngineServer(AcceptingServer):
         self._note_death()
         if self.failure is not None:
             self.should_exit = True
+        if counter % PUBLISH_TICKS == 0:
+            self.state.publish_totals()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -370,7 +436,10 @@ class EngineServer(AcceptingServer):
                 await engine.shutdown_async()
             return
         platform_tuning.prepare_for_streams(gives_way=self._engine != "inproc")
-        tell(f"ready: {self.state.model_name}")
+        if self._on_ready is None:
+            tell(f"ready: {self.state.model_name}")
+        else:
+            self._on_ready()
 
     def _fail_start(self, error: BaseException) -> None:
         """Ends the server with the cause, whatever its class."""

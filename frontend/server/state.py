@@ -27,6 +27,7 @@ from ..async_llm import AsyncLLM
 from ..text.chat_template import WITHOUT_TEMPLATE, template_traits
 from .admission import NUM_THREADS, Admission
 from .config import ServerConfig
+from .held_pixels import MAX_BYTES as MAX_PIXEL_BYTES
 from .held_pixels import HeldPixels
 from .http.auth import ApiKeys
 from .http.call import HttpCall
@@ -36,6 +37,7 @@ from .meters import Meters
 from .request_log import RequestLog
 from .response_store import ResponseStore
 from .served_loras import ServedLoras
+from .totals import SharedTotals, Totals
 
 logger = logging.getLogger(__name__)
 MAX_NAMED = 20  # adapters in an error
@@ -84,7 +86,8 @@ class ServerState:
     never reset.
 
     If `is_on_demand`, a request starts the engine, which may end when it is idle (model_slot.py).
-    `responses` is the store that this state shares with the server's other models.
+    `responses` is the store that this state shares with the server's other models,
+    `shared` has the counts of other processes that serve the same port.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class ServerState:
         *,
         is_on_demand: bool = False,
         responses: ResponseStore | None = None,
+        shared: SharedTotals | None = None,
     ):
         self.server_config = server_config
         # The name is the user's at first, and the engine's own once it is loaded.
@@ -120,8 +124,9 @@ class ServerState:
         self.image_turns = Admission(
             MAX_IMAGE_CALLS, server_config.max_queued_requests, sys.maxsize
         )
-        self.held_pixels = HeldPixels()
+        self.held_pixels = HeldPixels(MAX_PIXEL_BYTES // server_config.api_server_count)
         self.meters = Meters()
+        self.shared = shared
         self.keys = ApiKeys(server_config)
         self.loras = ServedLoras()
         if responses is None:
@@ -149,12 +154,13 @@ class ServerState:
             self.template_text, config.tool_call_parser, config.reasoning_parser, engine.tokenizer
         )
         num_seqs = engine.config.num_seqs_at_once
+        of_key = config.max_queued_tokens_per_key
         self.admission = Admission(
-            config.max_concurrent_requests or 2 * num_seqs,
-            config.max_queued_requests,
-            config.max_queued_tokens,
-            max_computing=num_seqs,
-            max_waiting_tokens_per_key=config.max_queued_tokens_per_key,
+            config.share(config.max_concurrent_requests or 2 * num_seqs),
+            config.share(config.max_queued_requests),
+            config.share(config.max_queued_tokens),
+            max_computing=config.share(num_seqs),
+            max_waiting_tokens_per_key=of_key and config.share(of_key),
             reserves_shares=True,
         )
         engine.set_record_token_times(True)  # for the timelines of requests
@@ -180,6 +186,21 @@ class ServerState:
     def clear_engine(self) -> None:
         """Clears an engine on demand that has ended. No request uses it any more."""
         self.engine = self.admission = None
+
+    def totals(self) -> Totals:
+        """Returns what this server has counted, in all of its processes."""
+        own = Totals.of(self)
+        return own if self.shared is None else self.shared.of_all(own)
+
+    @property
+    def num_running(self) -> int:
+        """Returns the number of requests that run or wait, in all processes of the server."""
+        return len(self.running_ids) if self.shared is None else self.totals().gauges["num_running"]
+
+    def publish_totals(self) -> None:
+        """Shows the other processes of this server what this one has counted."""
+        if self.shared is not None:
+            self.shared.publish(Totals.of(self))
 
     def now(self) -> float:
         """Returns seconds since 1970, by a clock that nobody sets."""

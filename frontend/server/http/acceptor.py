@@ -32,6 +32,7 @@ class AcceptingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, limits: ServerConfig):
         super().__init__(config)
         self._most_connections = most_connections(limits.max_connections)
+        self._num_servers = limits.api_server_count
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """`sockets` are one or more that listen."""
@@ -49,6 +50,7 @@ class AcceptingServer(uvicorn.Server):
                 self.server_state.connections,
                 self._most_connections,
                 self.config.ssl,
+                AT_ONCE if self._num_servers == 1 else 1,
             )
             for listener in sockets or []
         ]
@@ -58,6 +60,8 @@ class AcceptingServer(uvicorn.Server):
 class Acceptor:
     """Accepts from `listener` until it is closed. `connections` are those that are open. Beyond
     `most`, a new one is closed at once. Without a descriptor, connections wait in the system.
+    `at_once` are accepted in one turn of the event loop: one where several processes accept, so
+    that none takes all of a burst.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Acceptor:
         connections: set[Any],
         most: int,
         ssl: Any = None,
+        at_once: int = AT_ONCE,
     ):
         self._is_closed = False
         self._listener = listener
@@ -74,6 +79,7 @@ class Acceptor:
         self._connections = connections
         self._most = most
         self._ssl = ssl
+        self._at_once = at_once
         self._connecting: set[asyncio.Task] = set()  # accepted, in a handshake of TLS for example
         self._retry: asyncio.TimerHandle | None = None
         self._last_logged = -LOG_INTERVAL_S
@@ -94,7 +100,7 @@ class Acceptor:
         await asyncio.gather(*self._connecting, return_exceptions=True)
 
     def _on_readable(self) -> None:
-        for _ in range(AT_ONCE):
+        for _ in range(self._at_once):
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError):

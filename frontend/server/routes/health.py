@@ -89,7 +89,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
         await heartbeat.check(state.ready_engine())
         return {"status": "ready", "model": state.model_name}
 
-    return health_routes(check, readiness, lambda: len(state.running_ids))
+    return health_routes(check, readiness, lambda: state.num_running)
 
 
 def health_routes(

@@ -36,6 +36,7 @@ from ...async_llm import AsyncLLM
 from ..http.openapi import ApiRoute
 from ..meters import Histogram
 from ..state import ServerState
+from ..totals import Totals
 
 ENGINE_TIMEOUT_S = 2.0  # for the engine's counters; a longer step must not fail the scrape
 LABELS = ("model_name", "engine")
@@ -105,7 +106,7 @@ MEMORY_ABOUT = (
 
 
 def routes(state: ServerState) -> list[ApiRoute]:
-    return _routes(Collector(state))
+    return _routes(Collector(state), is_one_process=state.server_config.api_server_count == 1)
 
 
 def routes_of_several(
@@ -117,10 +118,13 @@ def routes_of_several(
     return _routes(CollectorOfSeveral(Collector(front), of_models))
 
 
-def _routes(collector: Collector | CollectorOfSeveral) -> list[ApiRoute]:
+def _routes(
+    collector: Collector | CollectorOfSeveral, *, is_one_process: bool = True
+) -> list[ApiRoute]:
     registry = CollectorRegistry()
     registry.register(collector)
-    ProcessCollector(registry=registry)
+    if is_one_process:
+        ProcessCollector(registry=registry)
 
     async def metrics(request: Request) -> Response:
         await collector.ask_engines()
@@ -142,12 +146,14 @@ class Collector:
         self._own: dict[str, int] = {}
         self._status: dict[str, Any] = {}
         self._engines_up: list[bool] = []
+        self._totals = Totals(state.started, state.meters)
 
     async def ask_engines(self) -> None:
         """Asks the engines. If one does not answer, its metrics stay as they were, and engine_up is
         0.
         """
         engine = self.state.engine
+        self._totals = self.state.totals()
         self._engines_up = [False]
         if engine is None:
             return
@@ -211,10 +217,10 @@ class Collector:
             "Requests that have ended, by finish reason; of n completions, that of the last.",
             labels=(*LABELS, "finished_reason"),
         )
-        for reason, count in state.meters.requests_by_reason.items():
+        for reason, count in self._totals.meters.requests_by_reason.items():
             by_reason.add_metric((*values, reason), count)
         yield by_reason
-        for name, histogram in state.meters.histograms.items():
+        for name, histogram in self._totals.meters.histograms.items():
             yield _histogram(prefix + name, histogram.about, LABELS, {values: histogram})
         if state.engine is not None:
             yield self._cache_config(state.engine, prefix)
@@ -234,8 +240,7 @@ class Collector:
 
     @property
     def _num_queued(self) -> int:
-        admission = self.state.admission
-        return admission.num_waiting if admission is not None else 0
+        return self._totals.gauges["num_queued"]
 
     def _cache_config(self, engine: AsyncLLM, prefix: str) -> Metric:
         """Returns the cache settings as labels of a metric with value 1, the usual form of text in
@@ -316,7 +321,7 @@ class Collector:
 
     def _http(self) -> Iterator[Metric]:
         """Yields the names and labels of prometheus-fastapi-instrumentator, which vLLM uses."""
-        meters = self.state.meters
+        meters = self._totals.meters
         requests = Counter[tuple[str, str, str]]()
         for (method, route, status), count in meters.http_requests.items():
             if route not in PROBES:
@@ -340,7 +345,8 @@ class Collector:
 
     def _of_own_engine(self) -> Iterator[Metric]:
         """Yields metrics of the engine and its queue that only Quire has."""
-        admission = self.state.admission
+        totals = self._totals
+        own = self._own | totals.of_client
         yield GaugeMetricFamily(
             "quire:engine_up",
             "1 if all engines answered this scrape, else 0.",
@@ -355,7 +361,7 @@ class Collector:
                 GaugeMetricFamily,
             )
         for name, about in TEXTS_UNDER_THEIR_NAMES.items():
-            yield CounterMetricFamily(f"quire:{name}", about, value=self._own.get(name, 0))
+            yield CounterMetricFamily(f"quire:{name}", about, value=own.get(name, 0))
         yield from self._of_memory()
         yield from self._of_restarts()
         yield GaugeMetricFamily(
@@ -371,13 +377,13 @@ class Collector:
         yield GaugeMetricFamily(
             "quire:num_queued_tokens",
             "Prompt tokens of the requests in the server's own queue now.",
-            value=admission.num_waiting_tokens if admission else 0,
+            value=totals.gauges["num_queued_tokens"],
         )
         yield _by(
             "quire:requests_rejected",
             "Requests rejected because the server's queue was full, by the bound that was reached.",
             ("bound",),
-            admission.num_refused if admission else {},
+            totals.rejected,
         )
         yield from self._of_experts()
 
@@ -413,14 +419,12 @@ class Collector:
     def _of_restarts(self) -> Iterator[Metric]:
         if (engine := self.state.engine) is None:
             return
-        restarts, gaps = engine.client.restarts, self.state.meters.restart_gaps
-        while restarts.gaps_s:
-            gaps.observe(restarts.gaps_s.popleft())
+        gaps = self._totals.meters.restart_gaps
         yield _by(
             "quire:engine_restarts",
             "Engines that took the place of one that died, by cause of the death.",
             ("cause",),
-            restarts.by_cause,
+            self._totals.restarts,
         )
         if engine.client.standby_is_ready is not None:
             yield GaugeMetricFamily(
@@ -432,7 +436,7 @@ class Collector:
 
     def _of_the_server(self) -> Iterator[Metric]:
         """Yields metrics of the HTTP server that only Quire has."""
-        state, meters = self.state, self.state.meters
+        meters = self._totals.meters
         yield _by(
             "quire:connections_refused",
             "Connections rejected before their first request, by code of the error.",
@@ -458,7 +462,7 @@ class Collector:
         yield GaugeMetricFamily(
             "quire:start_time_seconds",
             "Start time of the server, in seconds since the Unix epoch.",
-            value=state.started,
+            value=self._totals.started,
         )
 
 

@@ -110,6 +110,10 @@ class Child:
         self.num_starts += 1
         self.is_noted = False
 
+    def start_in(self, delay_s: float) -> None:
+        """Sets when the next process is started."""
+        self.start_at = time.monotonic() + delay_s
+
     def note_ready(self) -> None:
         """Notes that the process is ready, once."""
         if self.is_ready and not self.is_noted:
@@ -155,7 +159,7 @@ class ServerGroup:
         self._address = engine if engine_config is None else f"ipc://{self._folder}/engine"
         self._engine = Child("engine", "the engine process", RestartBudget(service.engine_restarts))
         if engine_config is None:
-            self._engine.start_at = math.inf
+            self._engine.start_in(math.inf)
         most = ServiceConfig().engine_restarts
         self._servers = [
             Child(f"server-{i}", f"server process {i}", RestartBudget(most))
@@ -329,7 +333,7 @@ class ServerGroup:
         elif not self._is_replaced:
             self._failure = EngineDeadError(how)
         elif self._is_draining:  # its requests continue, if the servers still have any
-            self._engine.start_at = time.monotonic() + 1.0
+            self._engine.start_in(1.0)
         else:
             self._restart(self._engine, how, EngineDeadError)
 
@@ -354,7 +358,7 @@ class ServerGroup:
             )
             return
         logger.error("%s; starting it again in %g s", how, delay_s)
-        child.start_at = time.monotonic() + delay_s
+        child.start_in(delay_s)
 
     # ------------------------------------------------------------ the end
 

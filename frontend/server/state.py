@@ -189,7 +189,7 @@ class ServerState:
 
     def totals(self) -> Totals:
         """Returns what this server has counted, in all of its processes."""
-        own = Totals.of(self)
+        own = self._own_totals()
         return own if self.shared is None else self.shared.of_all(own)
 
     @property
@@ -197,10 +197,27 @@ class ServerState:
         """Returns the number of requests that run or wait, in all processes of the server."""
         return len(self.running_ids) if self.shared is None else self.totals().gauges["num_running"]
 
+    def _own_totals(self) -> Totals:
+        """Returns what this process has counted; the meters are its own, not a copy."""
+        totals = Totals(self.started, self.meters)
+        totals.gauges["num_running"] = len(self.running_ids)
+        if self.admission is not None:
+            totals.gauges["num_queued"] = self.admission.num_waiting
+            totals.gauges["num_queued_tokens"] = self.admission.num_waiting_tokens
+            totals.rejected.update(self.admission.num_refused)
+        if self.engine is not None:
+            restarts = self.engine.client.restarts
+            while restarts.gaps_s:
+                self.meters.restart_gaps.observe(restarts.gaps_s.popleft())
+            totals.restarts.update(restarts.by_cause)
+            if self.shared is not None:  # else get_metrics has them
+                totals.of_client.update(self.engine.session.metrics({}))
+        return totals
+
     def publish_totals(self) -> None:
         """Shows the other processes of this server what this one has counted."""
         if self.shared is not None:
-            self.shared.publish(Totals.of(self))
+            self.shared.publish(self._own_totals())
 
     def now(self) -> float:
         """Returns seconds since 1970, by a clock that nobody sets."""

@@ -13,14 +13,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from .meters import Meters
-
-if TYPE_CHECKING:
-    from .state import ServerState
 
 RUNNING, OVER = ".json", ".over"  # suffixes of the file of a process that runs, or has died
 
@@ -38,23 +34,6 @@ class Totals:
     # Each process counts each engine that is replaced: of several, the greatest number counts.
     restarts: Counter[str] = field(default_factory=Counter)  # by cause
     of_client: Counter[str] = field(default_factory=Counter)  # ClientCounters
-
-    @classmethod
-    def of(cls, state: ServerState) -> Totals:
-        """Returns what this process has counted; the meters are its own, not a copy."""
-        totals = cls(state.started, state.meters)
-        totals.gauges["num_running"] = len(state.running_ids)
-        if (admission := state.admission) is not None:
-            totals.gauges["num_queued"] = admission.num_waiting
-            totals.gauges["num_queued_tokens"] = admission.num_waiting_tokens
-            totals.rejected.update(admission.num_refused)
-        if (engine := state.engine) is not None:
-            restarts = engine.client.restarts
-            while restarts.gaps_s:
-                state.meters.restart_gaps.observe(restarts.gaps_s.popleft())
-            totals.restarts.update(restarts.by_cause)
-            totals.of_client.update(engine.session.metrics({}))
-        return totals
 
     def packed(self) -> bytes:
         counts = [self.gauges, self.rejected, self.restarts, self.of_client]

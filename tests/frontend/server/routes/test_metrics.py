@@ -17,6 +17,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families as parse
 from quire.frontend.clients.client import Restarts
 from quire.frontend.server.config import ServerConfig
+from quire.frontend.server.meters import Meters
 from quire.frontend.server.routes import metrics
 from quire.frontend.server.state import ServerState
 from quire.tests.fakes import make_config
@@ -333,7 +334,7 @@ def test_layers_with_experts_have_two_gauges_each() -> None:
 
 
 def test_accepted_drafts_by_position():
-    state = SimpleNamespace(model_name="m", admission=None)
+    state = SimpleNamespace(model_name="m", admission=None, started=0.0, meters=Meters())
     collector = metrics.Collector(state)  # type: ignore[arg-type]
     name = "vllm:spec_decode_num_accepted_tokens_per_pos"
 

@@ -19,6 +19,7 @@ from quire.kernels.ops import AttentionMetadata, StateRows
 from quire.kernels.reference.gguf_blocks import block_type
 from quire.tests.kernels.triton.waiting import NothingWaits
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 # Triton's interpreter runs the GPU kernels on tensors in host memory; only these are tested then
 # (tests/kernels/triton/).
@@ -29,6 +30,15 @@ if INTERPRETED:
 else:
     # entered with the tensors whose addresses a kernel reads from memory
     reachable = contextlib.nullcontext
+
+
+class ProductsInFloat32(TorchFunctionMode):
+    """Gives tensors of the host torch.mm into fp32, which torch has on a GPU only."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.mm and not args[0].is_cuda and (kwargs or {}).pop("out_dtype", None):
+            args = tuple(arg.float() for arg in args)
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass
@@ -142,7 +152,7 @@ def on_gpu(function: Callable) -> Callable:
 
         # copy_blocks takes them on the host
         there = [arg if name == "pairs" else move(arg) for name, arg in zip(names, args)]
-        with reachable([written for _, written in back]), NothingWaits():
+        with reachable([written for _, written in back]), NothingWaits(), ProductsInFloat32():
             result = function(*there)
         for here, written in back:
             here.copy_(written)

@@ -127,15 +127,10 @@ class Scheduler(SchedulerState):
         manager = self.kv_cache_manager
         if manager.offload is not None:
             manager.offload.count_transfers()
-        num_swapped = manager.num_swapped_requests
-        return make_stats(
-            *astuple(self.counters),
-            len(self.running),
-            len(self.waiting) + len(self.held) - num_swapped,
-            num_swapped,
-            manager.block_pool.num_free_blocks,
-            manager.block_pool.num_blocks,
-        )
+        pool, num_swapped = manager.block_pool, manager.num_swapped_requests
+        num_waiting = len(self.waiting) + len(self.held) - num_swapped
+        requests = len(self.running), num_waiting, num_swapped
+        return make_stats(*astuple(self.counters), *requests, pool.num_free_blocks, pool.num_blocks)
 
     def state(self) -> dict[str, Any]:
         """Which requests are in which list, as plain values."""

@@ -20,6 +20,7 @@ BUDGETS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "arch"), combinations(BUDGETS), ids=str)
 def test_budget(budget, arch):
     for launch in budget.check(arch):

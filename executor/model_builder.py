@@ -182,6 +182,7 @@ class ModelBuilder:
         Raises ModelLoadError, NotEnoughMemoryError.
         """
         model_config = self.config.model_config
+        quantization = None if directory is None else self._quantization_of(directory)
         make = LayerFactory(
             self.ops,
             self.dtype,
@@ -192,6 +193,7 @@ class ModelBuilder:
             self.config.lora_config,
             self._make_images(),
             has_draft_head=self._has_draft_head,
+            reads_blocks=quantization is not None or (directory is not None and is_gguf(directory)),
         )
         if self.config.lora_config.enable_lora and not self.shape.has_lm_head:
             problem = "takes no LoRA adapters: it does not generate text"
@@ -209,7 +211,6 @@ class ModelBuilder:
             encoder, num_bytes = made
             model.use_encoder(encoder)
             make.weights_bytes += num_bytes
-        quantization = None if directory is None else self._quantization_of(directory)
         self._check_size(model, make, directory, quantization)
         if directory is None:
             fill_with_random_weights(model, model_config.seed, report, make.fill)

@@ -113,12 +113,13 @@ class LayerFactory:
         images: ImageReader | None = None,
         *,
         has_draft_head: bool = False,
+        reads_blocks: bool = False,
     ):
         """quantization: "int8" or "int4" for the weights of linear layers; the head is int8 in both
         cases. group: the ranks that have the other parts of layers. expert_group: the engines that
         have the other experts. loras: the adapters for which linear layers and embeddings have
         room, if any. images: of a model that reads images. has_draft_head: a head that drafts reads
-        the embedding where the output head is.
+        the embedding where the output head is. reads_blocks: whether files have quantized weights.
         """
         self.has_draft_head = has_draft_head
         self.images = images
@@ -130,6 +131,7 @@ class LayerFactory:
         self.device = device
         self.weights_bytes = 0  # of all layers made so far, packed
         self._bits = QUANTIZATION_BITS[quantization] if quantization else None
+        self._reads_blocks = reads_blocks
         self._logged_types: set[str] = set()  # of blocks that memory does not hold, and of layers
         # by the built-in name: the layers that the model has so far where a plugin can replace them
         self.chosen_layers: dict[str, set[Layer]] = {}
@@ -230,6 +232,13 @@ class LayerFactory:
         self.weights_bytes += parameter.nbytes
         return parameter
 
+    def _unpacked(self, out_features: int, in_features: int) -> torch.Tensor:
+        """The weight of a linear layer, until it is packed. Where it becomes smaller, it is in the
+        host's memory, of which only the pages are taken that are filled.
+        """
+        becomes_smaller = self._bits is not None or (self._reads_blocks and self.multiplies_blocks)
+        return self.parameter(out_features, in_features, is_on_host=becomes_smaller)
+
     def linear(
         self,
         in_features: int,
@@ -262,7 +271,7 @@ class LayerFactory:
             own[name] = end - begin
             parts.append(Slice(0, begin, end, count) if group.size > 1 else None)
         rows = sum(own.values())
-        weight = self.parameter(rows, in_features)
+        weight = self._unpacked(rows, in_features)
         return Linear(
             own,
             weight,
@@ -314,7 +323,7 @@ class LayerFactory:
             shards = {name: out_features}
             return self.linear(in_features, shards, bias, takes_adapters=takes_adapters)
         begin, end = self.group.range_of(in_features)
-        weight = self.parameter(out_features, end - begin)
+        weight = self._unpacked(out_features, end - begin)
         part = Slice(1, begin, end, in_features)
         adapters = self._adapters(end - begin, [out_features], [part]) if takes_adapters else None
         return RowLinear(
@@ -329,7 +338,7 @@ class LayerFactory:
 
     def whole_linear(self, name: str, in_features: int, out_features: int) -> Linear:
         """Makes a projection that every rank has whole. It takes no adapters."""
-        weight = self.parameter(out_features, in_features)
+        weight = self._unpacked(out_features, in_features)
         return Linear({name: out_features}, weight, None, self._packer(weight, self._bits))
 
     def table(self, name: str, num_rows: int, size: int, is_part: bool = False) -> Embedding:
@@ -402,7 +411,7 @@ class LayerFactory:
     def head(self, name: str, in_features: int, out_features: int) -> Linear | GatheredHead:
         """Makes an untied output head. Under tensor parallelism a rank has some tokens' rows."""
         begin, end = self.group.even_range(out_features)
-        weight = self.parameter(end - begin, in_features)
+        weight = self._unpacked(end - begin, in_features)
         packer = self._packer(weight, self._head_bits)
         if self.group.size > 1:
             part = Slice(0, begin, end, out_features)
@@ -542,4 +551,5 @@ class LayerFactory:
             form and partial(form, **options)
             for form in (getattr(pack, name, None) for name in ("from_parts", "from_arrays"))
         )
-        return Packer(partial(pack, **options), from_parts, from_arrays, self.ops.pack_gguf_linear)
+        blocks = self.ops.pack_gguf_linear
+        return Packer(partial(pack, **options), from_parts, from_arrays, blocks, self.device)

@@ -32,13 +32,14 @@ Multiply = Callable[[torch.Tensor], torch.Tensor]
 class Packer(NamedTuple):
     """The functions that pack a weight: ops.pack_linear or ops.pack_quantized_linear with its bits,
     its `from_parts` and `from_arrays` if the implementation has them (see the contract of
-    pack_linear), and ops.pack_gguf_linear.
+    pack_linear), ops.pack_gguf_linear, and the device that computes.
     """
 
     pack: Callable[..., Multiply]
     from_parts: Callable[..., Multiply] | None
     from_arrays: Callable[..., Multiply] | None
     blocks: Callable[..., Multiply]
+    device: torch.device
 
 
 def _not_packed(x: torch.Tensor) -> torch.Tensor:
@@ -143,7 +144,7 @@ class Linear:
         if len(self._blocks) == len(shards):
             parts = [self._blocks[i] for i in range(len(shards))]
             self.saved_bytes = self.weight.nbytes - sum(part.rows.nbytes for part in parts)
-            self.use(pack_blocks(packer.blocks, parts, self.bias, self.weight.dtype))
+            self.use(pack_blocks(packer.blocks, parts, self.bias, self.weight.dtype, packer.device))
             return
         for i, blocks in self._blocks.items():  # the other shards are not blocks
             shards[i].copy_(blocks.dequantized(shards[i].dtype))
@@ -151,7 +152,7 @@ class Linear:
             parts = [self._stored.get(i, rows) for i, rows in enumerate(shards)]
             multiply = packer.from_parts(parts, self.bias, release=self._release)
         else:
-            multiply = packer.pack(self.weight, self.bias)
+            multiply = packer.pack(self.weight.to(packer.device), self.bias)
         for values in self._stored.values():
             release_mapped(values)  # once more, since pieces need not end at a page
         self.use(multiply)
@@ -313,7 +314,7 @@ class Embedding:
     def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
         """Fills the table, if no tied head holds it. Blocks of a GGUF file are kept."""
         if isinstance(values, PackedRows):
-            packed = pack_blocks(self._pack_blocks, [values], None, tensor.dtype)
+            packed = pack_blocks(self._pack_blocks, [values], None, tensor.dtype, tensor.device)
             self.saved_bytes = tensor.nbytes - values.rows.nbytes
             self.read_from(packed.embedding)
         else:

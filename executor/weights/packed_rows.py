@@ -67,11 +67,12 @@ def pack_blocks(
     parts: list[PackedRows],
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    device: torch.device,
 ) -> Any:
-    """Packs these rows by `pack`, which is ops.pack_gguf_linear. If the implementation packs piece
-    by piece, pages of a file are released in the same way.
+    """Packs these rows for `device` by `pack`, which is ops.pack_gguf_linear. If it packs piece by
+    piece, pages of a file are released in the same way.
     """
-    rows, types = [part.rows for part in parts], [part.type for part in parts]
+    rows, types = [part.rows.to(device) for part in parts], [part.type for part in parts]
     from_parts = getattr(pack, "from_parts", None)
     if from_parts is None:
         return pack(rows, types, bias, dtype)

@@ -498,7 +498,7 @@ def _keeps_blocks(config: EngineConfig) -> bool:
     device, model_config = config.device_config, config.model_config
     return (
         (model_config.dtype, model_config.quantization) == ("bfloat16", None)
-        and (device.device, device.cpu_isa != "none") == ("cpu", True)
+        and (device.device == "cuda" or device.cpu_isa != "none")
         and device.kernels.get("pack_gguf_linear") != "reference"
     )
 

@@ -17,6 +17,7 @@ if find_spec("triton") is not None:
         altup,
         attention,
         attention_encoder,
+        blocks,
         kv_cache,
         latent,
         linear,

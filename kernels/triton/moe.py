@@ -11,7 +11,7 @@ depend on the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,8 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..moe import UNGATED, ClampedSwiGLU, Experts
+from ..reference.gguf_linear import GROUP
 from ..registry import register
+from .blocks import BlockLinear, multiply_shape, products
 from .device import PLAIN, PRIORITY, TILE, is_cuda
+from .quantized import quantize
 
 ROWS = 64  # pairs of a tile: the least of Hopper's widest products
 COLUMNS, DEPTH = 64, 64  # outputs of a program, and inputs per step
@@ -215,6 +218,53 @@ def align_kernel(
 
 
 @triton.jit
+def finish(
+    total,
+    up_total,
+    pair,
+    column,
+    bias_address,
+    out_ptr,
+    OUT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    GATE_SCALE: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+):
+    """Adds the bias to a tile's sums, [ROWS, COLUMNS] f32, and stores what the activation makes of
+    them; see experts_kernel.
+    """
+    if HAS_BIAS:
+        bias_ptrs = tl.load(bias_address).to(tl.pointer_type(DTYPE)) + column
+        total += tl.load(bias_ptrs, mask=column < OUT, other=0.0).to(tl.float32)[None, :]
+        if IS_GATED:
+            up_bias = tl.load(bias_ptrs + OUT, mask=column < OUT, other=0.0)
+            up_total += up_bias.to(tl.float32)[None, :]
+    if ACTIVATION == 4:
+        relu = tl.maximum(total.to(DTYPE).to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
+        total = relu * relu
+    if IS_GATED:
+        gate = total.to(DTYPE).to(tl.float32)
+        up = up_total.to(DTYPE).to(tl.float32)
+        if ACTIVATION == 3:
+            gate = tl.minimum(gate, GATE_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.clamp(up, -GATE_LIMIT, GATE_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            total = gate * tl.sigmoid(GATE_SCALE * gate) * (up + 1)
+        else:
+            inner = gate
+            if ACTIVATION == 2:  # as gate_kernel in activation.py
+                inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+            total = (gate * tl.sigmoid(inner)).to(DTYPE).to(tl.float32) * up
+    tl.store(
+        out_ptr + pair.to(tl.int64)[:, None] * OUT + column[None, :],
+        total.to(out_ptr.dtype.element_ty),
+        mask=(pair >= 0)[:, None] & (column < OUT)[None, :],
+    )
+
+
+@triton.jit
 def experts_kernel(
     x_ptr,
     pairs_ptr,
@@ -261,33 +311,101 @@ def experts_kernel(
             if IS_GATED:
                 up = tl.load(weight_ptrs + OUT * IN + start, mask=mask, other=0.0)
                 up_total = tl.dot(x, up, up_total, input_precision="ieee")
-        if HAS_BIAS:
-            bias_ptrs = tl.load(biases_ptr + expert).to(tl.pointer_type(DTYPE)) + column
-            total += tl.load(bias_ptrs, mask=column < OUT, other=0.0).to(tl.float32)[None, :]
-            if IS_GATED:
-                up_bias = tl.load(bias_ptrs + OUT, mask=column < OUT, other=0.0)
-                up_total += up_bias.to(tl.float32)[None, :]
-        if ACTIVATION == 4:
-            relu = tl.maximum(
-                total.to(DTYPE).to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL
-            )
-            total = relu * relu
+        finish(
+            total,
+            up_total,
+            pair,
+            column,
+            biases_ptr + expert,
+            out_ptr,
+            OUT,
+            DTYPE,
+            HAS_BIAS,
+            ACTIVATION,
+            IS_GATED,
+            GATE_SCALE,
+            GATE_LIMIT,
+        )
+
+
+@triton.jit
+def block_experts_kernel(
+    numbers_ptr,
+    scales_ptr,
+    sums_ptr,
+    pairs_ptr,
+    experts_ptr,
+    weights_ptr,
+    biases_ptr,
+    out_ptr,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    COUNT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    GATE_SCALE: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    TYPE: tl.constexpr,
+    UNROLLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Does what experts_kernel does with weights of blocks of TYPE, whose planes are at the
+    addresses (blocks.py), and x as quantize_kernel leaves it.
+    """
+    expert = tl.load(experts_ptr + tl.program_id(0))
+    if expert < COUNT:
+        pair = tl.load(pairs_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS))
+        column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+        weight = tl.load(weights_ptr + expert).to(tl.pointer_type(tl.uint8))
+        row = (pair // TOP_K).to(tl.int64)
+        total = products(
+            numbers_ptr,
+            scales_ptr,
+            sums_ptr,
+            row,
+            pair >= 0,
+            weight,
+            column,
+            column < OUT,
+            OUT * (1 + IS_GATED),
+            IN // 32,
+            TYPE,
+            UNROLLED,
+        )
+        up_total = total
         if IS_GATED:
-            gate = total.to(DTYPE).to(tl.float32)
-            up = up_total.to(DTYPE).to(tl.float32)
-            if ACTIVATION == 3:
-                gate = tl.minimum(gate, GATE_LIMIT, propagate_nan=tl.PropagateNan.ALL)
-                up = tl.clamp(up, -GATE_LIMIT, GATE_LIMIT, propagate_nan=tl.PropagateNan.ALL)
-                total = gate * tl.sigmoid(GATE_SCALE * gate) * (up + 1)
-            else:
-                inner = gate
-                if ACTIVATION == 2:  # as gate_kernel in activation.py
-                    inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-                total = (gate * tl.sigmoid(inner)).to(DTYPE).to(tl.float32) * up
-        tl.store(
-            out_ptr + pair.to(tl.int64)[:, None] * OUT + column[None, :],
-            total.to(out_ptr.dtype.element_ty),
-            mask=(pair >= 0)[:, None] & (column < OUT)[None, :],
+            up_total = products(
+                numbers_ptr,
+                scales_ptr,
+                sums_ptr,
+                row,
+                pair >= 0,
+                weight,
+                column + OUT,
+                column < OUT,
+                OUT * 2,
+                IN // 32,
+                TYPE,
+                UNROLLED,
+            )
+        finish(
+            total,
+            up_total,
+            pair,
+            column,
+            biases_ptr + expert,
+            out_ptr,
+            OUT,
+            DTYPE,
+            HAS_BIAS,
+            ACTIVATION,
+            IS_GATED,
+            GATE_SCALE,
+            GATE_LIMIT,
         )
 
 
@@ -310,11 +428,11 @@ def combine_kernel(
 def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     if "triton" not in experts.scratch:
         experts.scratch["triton"] = [
-            _addresses(layers, x.device) for layers in (experts.gate_up, experts.down)
+            _layers(layers, x.device) for layers in (experts.gate_up, experts.down)
         ]
     gate_up, down = experts.scratch["triton"]
     (num_tokens, top_k), count = expert_ids.shape, len(experts.down)
-    hidden_size, inner_size = experts.down[0].weight.shape  # type: ignore[attr-defined]
+    hidden_size, inner_size = down.shape
     out = x.new_empty(num_tokens, hidden_size)
     if not num_tokens:
         return out
@@ -360,9 +478,18 @@ def _tiles(expert_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return pairs, of_tiles
 
 
+class _Layers(NamedTuple):
+    """One linear layer of all experts. The packed layers own the weights."""
+
+    weights: Tensor  # [E] i64: addresses
+    biases: Tensor | None
+    shape: tuple[int, int]  # outputs, inputs
+    type: str | None  # of blocks
+
+
 def _multiply(
     x: Tensor,
-    layers: tuple[Tensor, Tensor | None],
+    layers: _Layers,
     out: Tensor,
     tiles: tuple[Tensor, Tensor],
     count: int,
@@ -371,37 +498,54 @@ def _multiply(
     gate_scale: float = 0.0,
     gate_limit: float = 0.0,
 ) -> None:
-    """out [pairs, OUT] = x [pairs / top_k, IN] times the layer of each pair's expert; layers: as
-    `_addresses` returns them.
-    """
-    (weights, biases), (pairs, of_tiles) = layers, tiles
-    experts_kernel[len(of_tiles), triton.cdiv(out.shape[1], COLUMNS)](
-        x,
+    """out [pairs, OUT] = x [pairs / top_k, IN] times the layer of each pair's expert."""
+    pairs, of_tiles = tiles
+    addresses = layers.weights, layers.weights if layers.biases is None else layers.biases
+    options: dict[str, Any] = {
+        "IN": x.shape[1],
+        "OUT": out.shape[1],
+        "TOP_K": top_k,
+        "HAS_BIAS": layers.biases is not None,
+        "ACTIVATION": activation,
+        "IS_GATED": activation not in (0, RELU_SQUARED),
+        "GATE_SCALE": gate_scale,
+        "GATE_LIMIT": gate_limit,
+        "COUNT": count,
+        "DTYPE": DTYPES[x.dtype],
+        "ROWS": ROWS,
+        "COLUMNS": COLUMNS,
+    }
+    grid = len(of_tiles), triton.cdiv(out.shape[1], COLUMNS)
+    if layers.type is None:
+        experts_kernel[grid](
+            x, pairs, of_tiles, *addresses, out, x.stride(0), DEPTH=DEPTH, **options
+        )
+        return
+    shape = multiply_shape(ROWS, x.shape[1] // GROUP, layers.type)
+    block_experts_kernel[grid](
+        *quantize(x, GROUP),
         pairs,
         of_tiles,
-        weights,
-        weights if biases is None else biases,
+        *addresses,
         out,
-        x.stride(0),
-        IN=x.shape[1],
-        OUT=out.shape[1],
-        TOP_K=top_k,
-        HAS_BIAS=biases is not None,
-        ACTIVATION=activation,
-        IS_GATED=activation not in (0, RELU_SQUARED),
-        GATE_SCALE=gate_scale,
-        GATE_LIMIT=gate_limit,
-        DEPTH=DEPTH,
-        COUNT=count,
-        DTYPE=DTYPES[x.dtype],
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
+        TYPE=layers.type,
+        **shape | options,
+        **PLAIN,
     )
 
 
-def _addresses(layers: Sequence[Any], device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """[E] i64 each: of the layers' weights, and of their biases, which all have or none has."""
-    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+def _layers(layers: Sequence[Any], device: torch.device) -> _Layers:
+    """All have a bias or none has, and all have the same shape and the same type of blocks."""
+    if all(isinstance(layer, BlockLinear) for layer in layers):
+        if any(len(layer.parts) > 1 for layer in layers):
+            raise ValueError("an expert's weight must have blocks of one type")
+        parts = [layer.parts[0] for layer in layers]
+        [(block_type, num_rows)] = {(part.type, part.num_rows) for part in parts}
+        weights, shape = [part.data for part in parts], (num_rows, layers[0].num_blocks * GROUP)
+    else:
+        weights, block_type = [layer.weight for layer in layers], None
+        shape = tuple(weights[0].shape)
+    biases = [layer.bias for layer in layers]
     has_bias = biases[0] is not None
     if any((bias is not None) != has_bias for bias in biases):
         raise ValueError("either all experts of a layer have a bias, or none")
@@ -412,7 +556,7 @@ def _addresses(layers: Sequence[Any], device: torch.device) -> tuple[Tensor, Ten
         found = torch.tensor([tensor.data_ptr() for tensor in tensors])
         return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
-    return addresses(weights), addresses(biases) if has_bias else None
+    return _Layers(addresses(weights), addresses(biases) if has_bias else None, shape, block_type)
 
 
 @triton.jit

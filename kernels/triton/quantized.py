@@ -19,28 +19,72 @@ from .device import PLAIN, PRIORITY, is_cuda
 LEAST_NUMBER = tl.constexpr(LEAST)
 # Adding it to a number below 2**22, and subtracting it again, rounds to nearest, ties to even.
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23
+QUANTIZED_AT_ONCE = 512  # numbers of x in a program
 PACKED_AT_ONCE = 2**24  # weights; bounds what packing takes beside the result
 
 
 @triton.jit
-def quantize_kernel(x_ptr, numbers_ptr, scales_ptr, x_stride, SIZE: tl.constexpr, G: tl.constexpr):
-    """Grid (T, groups). x [T, SIZE] with strides -> numbers [T, groups * G] int8, scales [T,
-    groups] f32.
+def quantize_kernel(
+    x_ptr,
+    numbers_ptr,
+    scales_ptr,
+    sums_ptr,
+    x_stride,
+    SIZE: tl.constexpr,
+    G: tl.constexpr,
+    GROUPS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """Grid (T, blocks of AT_ONCE groups). x [T, SIZE] with strides -> numbers [T, GROUPS * G] int8,
+    scales [T, GROUPS] f32; with SUMS also the sums of groups times their scales, as scales.
     """
-    token, group, count = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    column = group * G + tl.arange(0, G)
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    column = group[:, None] * G + tl.arange(0, G)[None, :]
     x = tl.load(x_ptr + token * x_stride + column, mask=column < SIZE, other=0.0).to(tl.float32)
     size = tl.abs(x)
-    is_finite = tl.sum((size < float("inf")).to(tl.int32), 0) == G  # not of NaN either
-    largest = tl.max(tl.where(size < float("inf"), size, 0.0), 0)
+    is_finite = tl.sum((size < float("inf")).to(tl.int32), 1) == G  # not of NaN either
+    largest = tl.max(tl.where(size < float("inf"), size, 0.0), 1)
     counts = is_finite & (largest > LEAST_NUMBER)
     divisor = tl.where(counts, largest, 1.0)
     factor = tl.where(counts, tl.div_rn(divisor * 0.0 + 127.0, divisor), 0.0)
     scale = tl.where(counts, tl.div_rn(largest, largest * 0.0 + 127.0), 0.0)
-    rounded = (tl.where(is_finite, x, 0.0) * factor + ROUNDER) - ROUNDER
+    scale = tl.where(is_finite, scale, float("nan"))
+    rounded = (tl.where(is_finite[:, None], x, 0.0) * factor[:, None] + ROUNDER) - ROUNDER
     rounded = tl.minimum(tl.maximum(rounded, -127.0), 127.0)
-    tl.store(numbers_ptr + token * (count * G) + column, rounded.to(tl.int8))
-    tl.store(scales_ptr + token * count + group, tl.where(is_finite, scale, float("nan")))
+    is_group = group < GROUPS
+    places = numbers_ptr + token * (GROUPS * G) + column
+    tl.store(places, rounded.to(tl.int8), mask=is_group[:, None])
+    tl.store(scales_ptr + token * GROUPS + group, scale, mask=is_group)
+    if SUMS:
+        sums = tl.sum(rounded, 1) * scale
+        tl.store(sums_ptr + token * GROUPS + group, sums, mask=is_group)
+
+
+def quantize(x: Tensor, group: int, has_sums: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """What quantize_kernel makes of x [T, SIZE], T > 0. Without has_sums the last is void."""
+    num_rows, size = x.shape
+    num_groups = triton.cdiv(size, group)
+    numbers = x.new_empty(num_rows, num_groups * group, dtype=torch.int8)
+    scales = x.new_empty(num_rows, num_groups, dtype=torch.float32)
+    sums = torch.empty_like(scales) if has_sums else scales
+    at_once = min(QUANTIZED_AT_ONCE // group, triton.next_power_of_2(num_groups))
+    quantize_kernel[num_rows, triton.cdiv(num_groups, at_once)](
+        x,
+        numbers,
+        scales,
+        sums,
+        x.stride(0),
+        SIZE=size,
+        G=group,
+        GROUPS=num_groups,
+        AT_ONCE=at_once,
+        SUMS=has_sums,
+        num_warps=1,
+        **PLAIN,
+    )
+    return numbers, scales, sums
 
 
 @triton.jit
@@ -135,19 +179,10 @@ class QuantizedLinear:
 
     def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         num_rows, num_groups = len(x), self.num_groups
-        numbers = x.new_empty(num_rows, num_groups * self.group, dtype=torch.int8)
-        scales = x.new_empty(num_rows, num_groups, dtype=torch.float32)
         out = x.new_empty(num_rows, self.num_columns, dtype=dtype)
-        quantize_kernel[num_rows, num_groups](
-            x,
-            numbers,
-            scales,
-            x.stride(0),
-            SIZE=self.in_features,
-            G=self.group,
-            num_warps=1,
-            **PLAIN,
-        )
+        if not num_rows:
+            return out
+        numbers, scales, _ = quantize(x, self.group, has_sums=False)
         shape = multiply_shape(num_rows)
         grid = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(self.num_columns, shape["COLUMNS"])
         multiply_kernel[grid](

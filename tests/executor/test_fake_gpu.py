@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from quire import LLM, SamplingParams
+from quire import LLM, EngineArgs, SamplingParams
 from quire.executor.offload.block_memory import DeviceMemory
+from quire.frontend.model_info.model_files import find_model_directory
+from quire.frontend.model_info.plan import make_plan
 from quire.tests.bundled_model import heads
 from quire.tests.executor.driver import generate as generate_rows
 from quire.tests.executor.driver import start_executor
 from quire.tests.fake_gpu import OnGpu, fake_gpu
+from quire.tests.quantized_checkpoints import write_quantized
 from quire.tests.tiny_fallbacks import save_tiny_fallback
 
 PROMPTS = [
@@ -39,10 +42,9 @@ def generate(device: str, **settings: Any) -> tuple[list[Any], dict[str, int]]:
     """Tokens and log-probabilities of all prompts, and the engine's counters."""
     sizes: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "num_gpu_blocks_override": 60}
     with LLM(
-        "bundled",
         engine="inproc",
         device=device,
-        **{"dtype": "float32", "num_threads": 1, **sizes, **settings},
+        **{"model": "bundled", "dtype": "float32", "num_threads": 1, **sizes, **settings},
     ) as llm:
         found = [
             (answer.outputs[0].token_ids, answer.outputs[0].cumulative_logprob)
@@ -75,6 +77,18 @@ def test_drafts_change_no_token(method: str, expected: list[Any]) -> None:
         found, counters = generate("cuda", speculative_config=SPECULATION[method] | DRAFTS)
     assert found == expected
     assert counters["num_accepted_tokens"] > 1
+
+
+def test_a_quantized_checkpoint_stays_packed(tmp_path: Path) -> None:
+    """Weights are laid out on the host and packed on the GPU."""
+    write_quantized(tmp_path / "model", find_model_directory("bundled"), "awq", group_size=128)
+    settings = {"dtype": "bfloat16", "model": str(tmp_path / "model")}
+    wanted, _ = generate("cpu", **settings)
+    with fake_gpu():
+        assert generate("cuda", **settings)[0] == wanted
+    args = [EngineArgs(settings["model"], device=d, dtype="bfloat16") for d in ("cpu", "cuda")]
+    plans = [make_plan(each, memory_bytes=2**33) for each in args]
+    assert plans[1].keeps_blocks and plans[1].weights_bytes == plans[0].weights_bytes
 
 
 def test_blocks_that_the_host_keeps() -> None:

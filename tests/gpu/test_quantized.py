@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from quire.kernels import registry
+from quire.kernels.reference.gguf_linear import TYPES
 from quire.tests.gpu.test_engine import run
+from quire.tests.kernels.case import random_blocks
 from quire.tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -25,6 +27,20 @@ def test_results_have_the_specified_bits(bits: int, dtype: torch.dtype) -> None:
     made = {one.name: one.function for one in registry.implementations("pack_quantized_linear")}
     multiply = made["triton"](weight.to(DEVICE), None, bits)
     for count in (1, 2, 16, 17, 64, 65, 200):
+        found = multiply.logits(x[:count].to(DEVICE)).cpu()
+        assert torch.equal(found, wanted[:count]), count
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_blocks_have_the_specified_bits(type: str) -> None:
+    torch.manual_seed(0)
+    blocks, x = random_blocks(300, 1024, type), torch.randn(200, 1024).bfloat16()
+    made = {one.name: one.function for one in registry.implementations("pack_gguf_linear")}
+    wanted = made["reference"]([blocks], [type], None, torch.bfloat16).logits(x)
+    registry.import_implementations("cuda")
+    made = {one.name: one.function for one in registry.implementations("pack_gguf_linear")}
+    multiply = made["triton"]([blocks.to(DEVICE)], [type], None, torch.bfloat16)
+    for count in (1, 16, 17, 65, 200):
         found = multiply.logits(x[:count].to(DEVICE)).cpu()
         assert torch.equal(found, wanted[:count]), count
 

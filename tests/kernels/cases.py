@@ -169,6 +169,8 @@ def pack_gguf_linear(dtype: torch.dtype) -> list[Case]:
         )
         return Packed(f"{num_tokens} x {in_features} x {rows}{' + bias' * bias}", args, own)
 
+    if INTERPRETED:  # all types are in tests/kernels/triton/interpreted/test_blocks.py
+        return [case(3, 256, {"Q4_K": 16, "Q8_0": 17}, True), case(0, 256, {"Q8_0": 32}, False)]
     return [
         *(
             case(tokens, in_features, {type: out}, bias)

@@ -7,6 +7,8 @@ import torch
 from quire.executor.weights import packed_rows
 from quire.executor.weights.packed_rows import PackedRows, copy_weights, pack_blocks
 
+CPU = torch.device("cpu")
+
 
 def test_blocks_are_dequantized_into_a_tensor_of_any_shape():
     one = torch.tensor([0.5]).half().view(torch.uint8)
@@ -44,7 +46,7 @@ def test_only_rows_of_a_file_are_released(monkeypatch: pytest.MonkeyPatch):
         return list(map(len, rows)), types, dtype
 
     expected = ([3, 4, 2], ["Q8_0"] * 3, torch.float32)
-    assert pack_blocks(pack, parts, None, torch.float32) == expected and not released
+    assert pack_blocks(pack, parts, None, torch.float32, CPU) == expected and not released
 
     def from_parts(rows, types, bias, dtype, release):
         for part in rows:
@@ -52,4 +54,4 @@ def test_only_rows_of_a_file_are_released(monkeypatch: pytest.MonkeyPatch):
         return pack(rows, types, bias, dtype)
 
     pack.from_parts = from_parts
-    assert pack_blocks(pack, parts, None, torch.float32) == expected and released == [2, 1]
+    assert pack_blocks(pack, parts, None, torch.float32, CPU) == expected and released == [2, 1]

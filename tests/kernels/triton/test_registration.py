@@ -8,7 +8,7 @@ import torch
 from quire.kernels import registry
 
 # Operations without a kernel of Quire's on a GPU: torch's kernels run, as the reference calls them.
-NOT_IN_TRITON = {"pack_linear", "pack_gguf_linear"}
+NOT_IN_TRITON = {"pack_linear"}
 NOT_IN_TRITON |= {"expert_outputs", "weighted_sum"}  # of engines that share experts, on CPUs
 NOT_IN_TRITON |= {"pack_head_linear", "soft_cap"}
 NOT_IN_TRITON |= {"spread_logits"}  # of heads that draft

@@ -536,11 +536,12 @@ def _multiply(
 
 def _layers(layers: Sequence[Any], device: torch.device) -> _Layers:
     """All have a bias or none has, and all have the same shape and the same type of blocks."""
-    if all(isinstance(layer, BlockLinear) for layer in layers):
-        if any(len(layer.parts) > 1 for layer in layers):
-            raise ValueError("an expert's weight must have blocks of one type")
-        parts = [layer.parts[0] for layer in layers]
-        [(block_type, num_rows)] = {(part.type, part.num_rows) for part in parts}
+    if any(isinstance(layer, BlockLinear) for layer in layers):
+        parts = [part for layer in layers for part in getattr(layer, "parts", [])]
+        kinds = {(part.type, part.num_rows) for part in parts}
+        if len(parts) != len(layers) or len(kinds) > 1:
+            raise ValueError("the experts of a layer must have blocks of one type")
+        [(block_type, num_rows)] = kinds
         weights, shape = [part.data for part in parts], (num_rows, layers[0].num_blocks * GROUP)
     else:
         weights, block_type = [layer.weight for layer in layers], None

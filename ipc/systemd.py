@@ -13,6 +13,8 @@ import socket
 import time
 from pathlib import Path
 
+REPORTS = 10  # of a child in the time that one of its steps may take, at least
+
 
 class Notifier:
     """Does nothing unless systemd started this process with Type=notify."""
@@ -47,18 +49,18 @@ class Notifier:
 class Notices:
     """What a child reports as it would to systemd, at a socket file of its own.
 
-    `environment` are the variables that make it report. It reports twice in `limit_s` that it
-    works, if that is given, once it is ready.
+    `environment` are the variables that make it report. Once it is ready it reports often that it
+    works, if there is a `limit_s` for the time of one step.
     """
 
     def __init__(self, path: Path, limit_s: float | None = None):
         self._path = path
-        self._limit_s = limit_s
+        self._limit_s = math.inf if limit_s is None else limit_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind(str(path))
         self.environment = {"NOTIFY_SOCKET": str(path)}
-        if limit_s is not None:
-            self.environment["WATCHDOG_USEC"] = str(round(limit_s * 1e6))
+        if self._limit_s < math.inf:
+            self.environment["WATCHDOG_USEC"] = str(round(self._limit_s / REPORTS * 1e6))
         self.is_ready = False
         self._heard = math.inf  # by time.monotonic()
 
@@ -77,9 +79,9 @@ class Notices:
     @property
     def late_at(self) -> float:
         """When the child counts as hung, by time.monotonic(); inf if it is not watched."""
-        return (
-            math.inf if self._limit_s is None or not self.is_ready else self._heard + self._limit_s
-        )
+        # a step may begin shortly before a report is due
+        limit_s = self._limit_s * (1 + 1 / REPORTS)
+        return self._heard + limit_s if self.is_ready else math.inf
 
     def close(self) -> None:
         self._socket.close()

@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from ...ipc.config import EngineConfig, ServiceConfig
+from ...ipc.config import EngineConfig, ServiceConfig, config_fields
 from ...ipc.errors import EngineDeadError, EngineStartError, InvalidParameterError, QuireError
 from ...ipc.listener import listener_pid
 from ...ipc.process import (
@@ -43,6 +43,7 @@ from ...ipc.process import (
 )
 from ...ipc.sockets import ipc_path
 from ...ipc.systemd import Notices
+from ..requests.input_processor import derive_seed
 from ..supervision.restart_budget import RestartBudget
 from .config import ServerConfig
 from .totals import end_totals
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 KEY = b"k"  # a child reads one, and these need no secret
 POLL_S = 0.05  # between two looks at the engine's socket file while it starts
 STACKS_S = 0.5  # for a hung engine to write the stacks of its threads
+MAX_WAIT_S = 3600.0  # poll takes no longer time than some weeks
 FAILED_S = 5.0  # for the servers to end after the engine has failed
 # The settings that need one process: what they change or keep is in that process only.
 OF_ONE_SERVER = {
@@ -150,6 +152,7 @@ class ServerGroup:
         self._config = config
         self._engine_config = engine_config
         self._arguments = arguments
+        self._seed = arguments.get("seed", config_fields()["seed"].default)
         self._listener = listener
         self._model_name = model_name
         self._folder = Path(tempfile.mkdtemp(prefix="quire-servers-"))
@@ -219,9 +222,11 @@ class ServerGroup:
 
     def _start_server(self, server: Child) -> None:
         name = f"{server.name}-{server.num_starts}"
+        # each process numbers its requests from zero, and draws from a sequence of its own
+        seed = derive_seed(self._seed, sum(one.num_starts for one in self._servers))
         settings = MemberSettings(
             self._config,
-            self._arguments,
+            self._arguments | {"seed": seed},
             self._address,
             self._model_name,
             self._listener.fileno(),
@@ -283,7 +288,7 @@ class ServerGroup:
             poller.register(child.notices.fileno(), select.POLLIN)
             until = min(until, child.notices.late_at)
         wait_s = None if until == math.inf else max(0.0, until - time.monotonic())
-        poller.poll(None if wait_s is None else math.ceil(wait_s * 1000))
+        poller.poll(None if wait_s is None else math.ceil(min(wait_s, MAX_WAIT_S) * 1000))
         for number in signals.read():
             self._on_signal(number)
         for child in self._children:
@@ -292,13 +297,15 @@ class ServerGroup:
                 child.note_ready()
 
     def _on_signal(self, number: int) -> None:
-        """The first SIGTERM or SIGINT drains the servers, the second ends them at once."""
+        """The first SIGTERM or SIGINT drains the servers, the second ends them at once. A server
+        that starts reads the keys anyway.
+        """
         if number in (signal.SIGTERM, signal.SIGINT):
-            self._is_draining = True
             self._is_interrupted |= number == signal.SIGINT
-            number = signal.SIGTERM
+            number = signal.SIGKILL if self._is_draining else signal.SIGTERM
+            self._is_draining = True
         for server in self._servers:
-            if server.process is not None:
+            if server.process is not None and (server.is_ready or number != signal.SIGHUP):
                 server.process.send_signal(signal.Signals(number))
 
     def _look(self) -> None:

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 
@@ -45,6 +46,16 @@ def main() -> int:
     return 0
 
 
+class MemberServer(EngineServer):
+    """Drains on SIGTERM. A service manager may send it to every process, as the first one does too,
+    so a second one changes nothing; the first process kills those that must end at once.
+    """
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+
+
 def serve_member(settings: MemberSettings) -> None:
     """Serves until SIGTERM. Raises QuireError if the engine cannot be used, or no longer."""
     config = settings.config
@@ -53,7 +64,7 @@ def serve_member(settings: MemberSettings) -> None:
     config = msgspec.structs.replace(config, max_connections=allowed_connections(config))
     shared = SharedTotals(Path(settings.folder), settings.name)
     state = ServerState(config, settings.model_name, shared=shared)
-    server = EngineServer(
+    server = MemberServer(
         config,
         state,
         EngineArgs(**settings.arguments),

@@ -107,7 +107,8 @@ def serve_several(
     arguments = {
         name: value
         for name, field in config_fields().items()
-        if field.is_of_frontend and (value := getattr(args, name)) != field.default
+        if (field.is_of_frontend or engine != "process")
+        and (value := getattr(args, name)) != field.default
     }
     listener = open_port(config)
     socket_file = None if config.uds is None else SocketFile(Path(config.uds))

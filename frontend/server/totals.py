@@ -9,6 +9,7 @@ what it had counted, so that a sum never falls.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import msgspec
 
 from .meters import Meters
 
+logger = logging.getLogger(__name__)
 RUNNING, OVER = ".json", ".over"  # suffixes of the file of a process that runs, or has died
 
 
@@ -59,9 +61,13 @@ class SharedTotals:
         self._path = folder / (name + RUNNING)
 
     def publish(self, totals: Totals) -> None:
+        """Where that is impossible, as on a full disk, the others see what was published before."""
         draft = self._path.with_suffix(".draft")
-        draft.write_bytes(totals.packed())
-        draft.replace(self._path)
+        try:
+            draft.write_bytes(totals.packed())
+            draft.replace(self._path)
+        except OSError as error:
+            logger.warning("the sums of /metrics are not those of all processes: %s", error)
 
     def of_all(self, own: Totals) -> Totals:
         """Returns the sums over all processes of the group, this one as it is now."""

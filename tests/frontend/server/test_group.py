@@ -40,8 +40,10 @@ def test_texts_counters_and_the_end(server: httpx.Client) -> None:
     with running_server("--api-server-count", "2") as client:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: ask(client), range(16)))
-        assert {answer.json()["choices"][0]["text"] for answer in answers} == {expected}
-        wait_until(lambda: counts(client) == {"16.0"})
+            assert {answer.json()["choices"][0]["text"] for answer in answers} == {expected}
+            sampled = list(pool.map(lambda _: ask(client, temperature=1, max_tokens=30), range(16)))
+        assert len({answer.json()["choices"][0]["text"] for answer in sampled}) == 16
+        wait_until(lambda: counts(client) == {"32.0"})
         answer = client.get("/v1/requests")
         assert answer.status_code == 400 and "one process" in answer.json()["error"]["message"]
         children = psutil.Process(client.process.pid).children(recursive=True)

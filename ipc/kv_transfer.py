@@ -76,7 +76,8 @@ def _check_endpoint(address: str, *, has_key: bool) -> None:
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
     is_file = scheme == "ipc" and rest and rest[0] not in "@*"
-    is_port = scheme == "tcp" and host and port.isdecimal() and 0 < int(port) < 65536
+    is_number = port.isascii() and port.isdecimal()
+    is_port = scheme == "tcp" and host and is_number and 0 < int(port) < 65536
     if not (is_file or is_port):
         raise InvalidParameterError(
             OPTION, f"an endpoint must be tcp://HOST:PORT or ipc://PATH, got {address!r}"

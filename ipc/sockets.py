@@ -233,6 +233,7 @@ def receive(source: zmq.Socket) -> list[zmq.Frame] | None:
 # milliseconds after which a peer that sends nothing counts as gone
 PEER_TIMEOUT_MS = 5000
 MOST_QUESTION_BYTES = 4 * 2**20  # of one that an engine asks another
+MOST_WAITING = 64  # messages of one engine that another has not read
 
 
 def bind_network(
@@ -281,7 +282,9 @@ def bind_to_engines(context: zmq.Context, address: str, token: bytes | None) -> 
     else:
         made = _make_server(context, zmq.ROUTER, _keys_of(token)[1], MOST_QUESTION_BYTES)
     try:
-        _for_network(made, address).bind(address)
+        _for_network(made, address)
+        made.sndhwm = made.rcvhwm = MOST_WAITING  # whatever a peer reads
+        made.bind(address)
     except zmq.ZMQError:
         made.close()
         raise
@@ -295,7 +298,9 @@ def connect_to_engine(context: zmq.Context, address: str, token: bytes | None) -
     else:
         made = _make_client(context, zmq.DEALER, Wire("", _keys_of(token)[0]), -1)
     made.immediate = True  # no queue for a peer that is not there
-    _for_network(made, address).connect(address)
+    _for_network(made, address)
+    made.rcvhwm = MOST_WAITING
+    made.connect(address)
     return made
 
 

@@ -156,6 +156,8 @@ def _block_bytes(engine: LLMEngine) -> int:
         (sending(Path("/x"), endpoint="udp://x:1"), {}, "must be tcp://"),
         (sending(Path("/x")), {"kv_offloading_size": 0}, "must be above 0"),
         (sending(Path("/x")), {"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        (sending(Path("/x"), endpoint=f"ipc://{__file__}"), {}, "is no socket"),
+        (receiving(Path("/" + "x" * 200)), {}, "cannot connect to ipc://"),
     ],
 )
 def test_settings_that_cannot_be_used(transfer, settings, message):

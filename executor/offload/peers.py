@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -32,7 +34,8 @@ import msgspec
 import zmq
 
 from ...ipc.block_offload import Beginning, Transfers, name_in_group
-from ...ipc.kv_transfer import KVTransferConfig
+from ...ipc.errors import InvalidParameterError
+from ...ipc.kv_transfer import OPTION, KVTransferConfig
 from ...ipc.listener import read_token
 from ...ipc.sockets import bind_to_engines, connect_to_engine, has_peer
 from .block_store import NAME_BYTES, BlockStore, checksum_of
@@ -79,6 +82,9 @@ class BlockSender:
         """store: it is asked for each message, since it changes with the weights."""
         self._config, self._store, self._transfers = config, store, transfers
         self._token = None if config.key_file is None else read_token(config.key_file, "key_file")
+        path = Path(config.endpoint.removeprefix("ipc://"))
+        if config.endpoint.startswith("ipc://") and path.exists() and not path.is_socket():
+            raise InvalidParameterError(OPTION, f"endpoint: {path} exists and is no socket")
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="quire-kv-sender", daemon=True)
         self._thread.start()
@@ -91,7 +97,10 @@ class BlockSender:
             with router:
                 while not self._is_closed.is_set():
                     if router.poll(int(POLL_S * 1000)):
-                        self._serve(router)
+                        try:
+                            self._serve(router)
+                        except Exception:  # whatever a peer has sent, the others get answers
+                            logger.exception("a message about KV blocks was not answered")
 
     def _bind(self, context: zmq.Context) -> zmq.Socket | None:
         """The socket, once its address is free: an engine that was replaced may still have it."""
@@ -173,8 +182,14 @@ class Peer:
     """The connection to one producer."""
 
     def __init__(self, context: zmq.Context, address: str, token: bytes | None):
+        """Raises InvalidParameterError for an address that nobody can have."""
         self.address = address
-        self._socket = connect_to_engine(context, address, token)
+        # the file whose owner has to be this process's user; with a token, the token is checked
+        self._own_file = address.removeprefix("ipc://") if token is None else None
+        try:
+            self._socket = connect_to_engine(context, address, token)
+        except zmq.ZMQError as error:
+            raise InvalidParameterError(OPTION, f"cannot connect to {address}: {error}") from None
         self._num_asked = 0
         self.paused_until = 0.0
 
@@ -184,6 +199,8 @@ class Peer:
         wait_s = max(0.0, min(CONNECT_S, deadline - time.monotonic()))
         if not self._socket.poll(int(wait_s * 1000), zmq.POLLOUT):
             raise PeerFailure("there is no connection")
+        if self._own_file is not None and not _is_own(self._own_file):
+            raise PeerFailure("its socket file is another user's, and there is no key_file")
         self._num_asked += 1
         message = _encode(Ask(self._num_asked, identity, names, reads))
         with contextlib.suppress(zmq.Again):  # then no answer comes
@@ -222,6 +239,14 @@ class Peer:
         self._socket.close(0)
 
 
+def _is_own(path: str) -> bool:
+    """Whether the file is this user's, or root's. Any user can make one in a folder like /tmp."""
+    try:
+        return os.stat(path).st_uid in (0, os.geteuid())
+    except OSError:
+        return False
+
+
 class BlockPuller:
     """Asks other engines for blocks of prompts, one prompt after the other, in a thread."""
 
@@ -234,10 +259,14 @@ class BlockPuller:
         *,
         has_blocks: bool,
     ):
-        """store: see BlockSender. has_blocks: whether blocks have bytes."""
+        """store: see BlockSender. has_blocks: whether blocks have bytes. Raises
+        InvalidParameterError.
+        """
         self._config, self._store, self._transfers = config, store, transfers
         self._num_pieces, self._has_blocks = pieces_per_state, has_blocks
         self._token = None if config.key_file is None else read_token(config.key_file, "key_file")
+        self._context = zmq.Context(io_threads=1)
+        self._peers = [Peer(self._context, one, self._token) for one in config.peers]
         self._waiting: SimpleQueue[Pull | None] = SimpleQueue()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="quire-kv-puller", daemon=True)
@@ -256,42 +285,48 @@ class BlockPuller:
         return done
 
     def _run(self) -> None:
-        with zmq.Context(io_threads=1) as context:
-            peers = [Peer(context, one, self._token) for one in self._config.peers]
+        with self._context:
             while (pull := self._waiting.get()) is not None:
                 try:
-                    self._pull(pull, peers)
+                    self._pull(pull)
                 except Exception:
                     self._transfers.num_pulls_failed += 1
                     logger.exception("KV blocks of a prompt could not be pulled")
                 pull.done.set_result(None)
-            for peer in peers:
+            for peer in self._peers:
                 peer.close()
 
-    def _pull(self, pull: Pull, peers: Sequence[Peer]) -> None:
+    def _pull(self, pull: Pull) -> None:
         """Brings what the peer has that has most."""
         store, found = self._store(), []
-        usable = [peer for peer in peers if peer.paused_until <= time.monotonic()]
-        is_complete = len(usable) == len(peers)
+        usable = [peer for peer in self._peers if peer.paused_until <= time.monotonic()]
+        is_complete = len(usable) == len(self._peers)
         for peer in usable:
+            left_s = pull.deadline - time.monotonic()
             try:
                 kept = self._look(peer, store, pull)
             except PeerFailure as failure:
-                self._pause(peer, failure)
+                self._pause(peer, failure, left_s)
                 is_complete = False
             else:
                 found.append((self._plan(pull.beginning, store, kept), peer))
         found = [(plan, peer) for plan, peer in found if plan.names]
         if found:
             plan, peer = max(found, key=lambda one: one[0].num_blocks)
+            left_s = pull.deadline - time.monotonic()
             try:
                 is_complete &= self._read(peer, store, plan.names, pull.deadline)
             except PeerFailure as failure:
-                self._pause(peer, failure)
+                self._pause(peer, failure, left_s)
                 is_complete = False
         self._transfers.num_pulls_failed += not is_complete
 
-    def _pause(self, peer: Peer, failure: PeerFailure) -> None:
+    def _pause(self, peer: Peer, failure: PeerFailure, left_s: float) -> None:
+        """Leaves a peer alone that had a fair time, `left_s`. Others, or the prompts before, may
+        have taken a prompt's time.
+        """
+        if left_s < self._config.timeout_s / 2:
+            return
         peer.pause()
         if not self._is_closed.is_set():
             logger.warning(

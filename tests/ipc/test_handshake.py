@@ -125,12 +125,14 @@ def test_a_failure_that_is_seen_when_the_time_is_over_is_named(monkeypatch):
 
     def take_late(connection, source):
         if is_late or not any(stage == "load weights" for stage, _ in reports):
+            undo.undo()
             return take(connection, source)
         is_late.append(True)
-        wait_until(lambda: is_gone(connection.engine_pid))
+        wait_until(lambda: is_gone(connection.engine_pid) and source.poll(0))
+        undo.setattr(handshake, "LAST_MESSAGES_S", 0.0)  # of this one wait
 
+    undo = pytest.MonkeyPatch()
     monkeypatch.setattr(handshake, "_take", take_late)
-    monkeypatch.setattr(handshake, "LAST_MESSAGES_S", 0.0)
     with pytest.raises(ValueError, match="made of cheese"):
         opened_blocking("process", COMMAND, reports, hf_overrides={"at_load": "fail"})
     assert is_late

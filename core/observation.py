@@ -199,7 +199,7 @@ class Observer:
         - "step": the number of the last step, -1 before the first.
         - "steps": those newer than `since_step`, at most the last 512, see StepRecords.newer_than.
         - "requests": see describe_requests; state "waiting", "running", "swapped", "held" (by a
-          pause) "grammar" or "kv transfer".
+          pause), "grammar" or "kv transfer".
         - "num_blocks": of the KV cache.
         - "blocks", "blocks_per_cell", "block_counts": its blocks in at most `max_blocks` letters,
           and how many are in each state, see map_blocks.

@@ -75,9 +75,8 @@ class KVOffload:
         transfer: KVTransferConfig | None = None,
     ):
         """memory: of blocks and states. transfer: with which engines the store is shared.
-        finish_steps: waits until no step runs. One that does may
-        write to blocks and places that are to be filled, for a request that has ended, but to none
-        that is stored.
+        finish_steps: waits until no step runs. One that does may write to blocks and places that
+        are to be filled, for a request that has ended, but to none that is stored.
         """
         self.num_stored = self.num_states_stored = 0
         self._store = store

@@ -35,6 +35,7 @@ from .app import make_app
 from .config import ServerConfig, connections_within, most_files
 from .group import ServerGroup, config_of_members
 from .http.acceptor import AcceptingServer
+from .http.auth import ApiKeys
 from .http.errors import ENDS, ApiError
 from .http.protocol import Protocol
 from .http.write_batch import WriteBatch
@@ -98,6 +99,7 @@ def serve_several(
     """
     configure_logging(log_level_of(config.log_level), config.log_format)
     check_certificate(config)
+    ApiKeys(config)  # each process reads the keys; a mistake is found before they start
     own = config_of_members(config, given)
     engine_config = None
     if engine == "process":

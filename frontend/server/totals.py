@@ -29,9 +29,8 @@ class Totals:
 
     started: float  # seconds since 1970, the first one's
     meters: Meters
-    gauges: Counter[str] = field(
-        default_factory=Counter
-    )  # num_running, num_queued, num_queued_tokens
+    # num_running, num_queued, num_queued_tokens
+    gauges: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)  # by bound
     # Each process counts each engine that is replaced: of several, the greatest number counts.
     restarts: Counter[str] = field(default_factory=Counter)  # by cause

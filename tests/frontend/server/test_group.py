@@ -100,6 +100,7 @@ def test_sums_keep_the_counts_of_the_dead(tmp_path: Path) -> None:
     ("flags", "parameter"),
     [
         (["--admin"], "admin"),
+        (["--api-key-file", "/no/such/file"], "api_key_file"),
         (["--max-stored-responses", "5"], "max_stored_responses"),
         (["--engine", "inproc"], "engine"),
         (["--standby"], "standby"),

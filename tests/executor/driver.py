@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 from quire.executor.ranks.multiproc_executor import MultiprocExecutor
 from quire.executor.worker import Worker
 from quire.ipc.config import EngineConfig, config_fields
@@ -272,3 +273,20 @@ def generate(
         SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows])
     )
     return rows
+
+
+def check_equal(
+    one: Worker, other: Worker, run: Callable[[Worker, int], list[Row]], *, num_seeds: int
+) -> None:
+    """Checks that both give the same tokens and log-probabilities (1e-4) for seeds 0, 1, …, and
+    leave the same cache.
+    """
+    for seed in range(num_seeds):
+        for mine, theirs in zip(run(one, seed), run(other, seed), strict=True):
+            assert mine.output == theirs.output and mine.error is None
+            for ours, expected in zip(mine.logprobs, theirs.logprobs, strict=True):
+                np.testing.assert_allclose(ours[1], expected[1], rtol=0, atol=1e-4)
+    layers = zip(one.model.attention_layers(), other.model.attention_layers(), strict=True)
+    for layer, expected in layers:
+        torch.testing.assert_close(layer.key_cache, expected.key_cache)
+        torch.testing.assert_close(layer.value_cache, expected.value_cache)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from quire.executor.model import Model
@@ -15,7 +14,7 @@ from quire.executor.runner.cuda_graphs import GraphedStep, graph_sizes
 from quire.executor.worker import Worker
 from quire.ipc.params import SamplingParams
 from quire.kernels.ops import AttentionMetadata
-from quire.tests.executor.driver import Driver, Row, generate, start_executor
+from quire.tests.executor.driver import Driver, Row, check_equal, generate, start_executor
 from quire.tests.executor.on_device import FakeCapture, capture_decodes, use_forward
 
 MAX_NUM_SEQS = 13
@@ -58,18 +57,7 @@ def test_replayed_steps_give_the_same_tokens_and_caches(dtype, kind, tiny):
     plain, graphed = started(tiny, dtype, kind), started(tiny, dtype, kind)
     use_forward(plain, None)
     capture = with_graphs(graphed)
-    for seed in range(6):
-        rows, others = run_randomly(graphed, seed), run_randomly(plain, seed)
-        assert [row.output for row in rows] == [other.output for other in others]
-        for row, other in zip(rows, others, strict=True):
-            assert row.error is None
-            for mine, theirs in zip(row.logprobs, other.logprobs, strict=True):
-                np.testing.assert_allclose(mine[1], theirs[1], rtol=0, atol=1e-4)
-    for mine, theirs in zip(
-        graphed.model.attention_layers(), plain.model.attention_layers(), strict=True
-    ):
-        torch.testing.assert_close(mine.key_cache, theirs.key_cache)
-        torch.testing.assert_close(mine.value_cache, theirs.value_cache)
+    check_equal(graphed, plain, run_randomly, num_seeds=6)
     assert capture.num_replays > 40
     assert set(capture.sizes) <= set(graph_sizes(MAX_NUM_SEQS)) and len(capture.sizes) == len(
         set(capture.sizes)

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
-import torch
 from quire.executor.runner.padded_graphs import MOST_TOKENS, STEP, WIDTHS, padded_sizes
 from quire.executor.worker import Worker
 from quire.ipc.params import SamplingParams
-from quire.tests.executor.driver import Driver, Row, generate, start_executor
+from quire.tests.executor.driver import Driver, Row, check_equal, generate, start_executor
 from quire.tests.executor.on_device import FakeCapture, use_forward
 
 MAX_NUM_SEQS = 13
@@ -58,18 +56,7 @@ def test_padded_steps_give_the_same_tokens_and_caches(kind, dtype, tiny):
     plain, graphed = started(tiny, kind, dtype), started(tiny, kind, dtype)
     use_forward(plain, None)
     capture = with_graphs(graphed)
-    for seed in range(3):
-        rows, others = run_randomly(graphed, seed), run_randomly(plain, seed)
-        assert [row.output for row in rows] == [other.output for other in others]
-        for row, other in zip(rows, others, strict=True):
-            assert row.error is None
-            for mine, theirs in zip(row.logprobs, other.logprobs, strict=True):
-                np.testing.assert_allclose(mine[1], theirs[1], rtol=0, atol=1e-4)
-    for mine, theirs in zip(
-        graphed.model.attention_layers(), plain.model.attention_layers(), strict=True
-    ):
-        torch.testing.assert_close(mine.key_cache, theirs.key_cache)
-        torch.testing.assert_close(mine.value_cache, theirs.value_cache)
+    check_equal(graphed, plain, run_randomly, num_seeds=3)
     of_prompts = [shape for shape in capture.shapes if shape[0] >= STEP]
     assert len(of_prompts) == len(set(of_prompts)) > 3  # each once
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from quire import (
@@ -128,17 +129,23 @@ REFUSED = {
 }
 
 
-class Matrix:
-    """The engines and answers that many pairs share."""
+def settings_together(*features: Feature) -> dict[str, Any]:
+    """Return the engine's settings with features that may need other ones than each alone."""
+    names = frozenset(feature.name for feature in features)
+    return settings_of(*features) | TOGETHER.get(names, {})
 
-    def __init__(self) -> None:
+
+class Matrix:
+    """The engines and answers that many pairs share. of_engines: further settings of all."""
+
+    def __init__(self, **of_engines: Any) -> None:
+        self._of_engines = of_engines
         self._engines: dict[str, LLMEngine] = {}
         self._alone: dict[tuple[str, ...], Answers] = {}
         self._beams: dict[str, list[BeamSearchOutput]] = {}
 
     def engine(self, *features: Feature) -> LLMEngine:
-        settings = settings_of(*features)
-        settings |= TOGETHER.get(frozenset(feature.name for feature in features), {})
+        settings = settings_together(*features) | self._of_engines
         key = repr(sorted(settings.items()))
         if key not in self._engines:
             kind = EngineWithAdapters if "enable_lora" in settings else LLMEngine
@@ -188,7 +195,7 @@ class Matrix:
     def beams_alone(self, *features: Feature) -> list[BeamSearchOutput]:
         """Return the plain engine's beams. Of the engine features only those of the model apply."""
         model = [feature for feature in features if feature.changes_model]
-        settings = settings_of(*model)
+        settings = settings_of(*model) | self._of_engines
         key = repr(settings)
         if key not in self._beams:
             with LLM(engine="inproc", **settings) as llm:

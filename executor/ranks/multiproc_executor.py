@@ -307,13 +307,7 @@ class MultiprocExecutor:
     def end_trace(self) -> RanksTrace:
         """See Executor. Limits, places and names are those of the first rank."""
         replies: list[Trace] = self._ask(Call("end_trace"))
-        traces = [reply.decode() for reply in replies]
-        steps = {
-            step: [rank for trace in traces for rank in trace.steps.get(step, [])]
-            for step in traces[0].steps
-        }
-        notes = list(dict.fromkeys(note for trace in traces for note in trace.notes))
-        return msgspec.structs.replace(traces[0], steps=steps, notes=notes)
+        return trace_of_all([reply.decode() for reply in replies])
 
     def check_health(self) -> None:
         """See Executor."""
@@ -455,6 +449,16 @@ class MultiprocExecutor:
             future.set_result("|".join(values[rank] for rank in range(self.size)))
         else:
             future.set_exception(unpack_exception(reply.failure, RuntimeError))
+
+
+def trace_of_all(traces: Sequence[RanksTrace]) -> RanksTrace:
+    """What several ranks have recorded of the same steps. The rest is the first rank's."""
+    steps = {
+        step: [rank for trace in traces for rank in trace.steps.get(step, [])]
+        for step in traces[0].steps
+    }
+    notes = list(dict.fromkeys(note for trace in traces for note in trace.notes))
+    return msgspec.structs.replace(traces[0], steps=steps, notes=notes)
 
 
 def _report_nothing(stage: str, fraction: float) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from quire.executor.ranks.local_ranks import fds_of, make_ends
 from quire.executor.ranks.measuring import open_swap_space, share_pass_times
 from quire.executor.ranks.messages import Kept, MoveBlocks, Sampled, Step
+from quire.executor.ranks.multiproc_executor import trace_of_all
 from quire.executor.ranks.offload import RanksOffload
 from quire.executor.ranks.rank import move_blocks, open_offload, run_step
 from quire.executor.ranks.rounds import PendingRanks, Rounds, Then
@@ -20,6 +21,7 @@ from quire.executor.worker import Worker
 from quire.ipc.config import EngineConfig
 from quire.ipc.lora import LoRARequest
 from quire.ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
+from quire.ipc.trace import RanksTrace
 from quire.tests.executor.driver import make_config
 
 
@@ -121,8 +123,26 @@ class RankThreads:
             one for part in self.on_each(lambda r: r.collective_rpc(method, *args)) for one in part
         ]
 
+    def read_lora(self, request: LoRARequest) -> Future[str]:
+        reads = [rank.read_lora(request) for rank in self.ranks]
+        done: Future[str] = Future()
+        done.set_result("|".join(read.result() for read in reads))
+        return done
+
     def add_lora(self, request: LoRARequest) -> bool:
         return all(self.on_each(lambda rank: rank.add_lora(request)))
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        return all(self.call("remove_lora", lora_int_id))
+
+    def list_loras(self) -> set[int]:
+        return set(self.call("list_loras")[0])
+
+    def start_trace(self, num_steps: int) -> None:
+        self.call("start_trace", num_steps)
+
+    def end_trace(self) -> RanksTrace:
+        return trace_of_all(self.call("end_trace"))
 
     def submit_model(self, output: SchedulerOutput) -> PendingRanks:
         """Begins a step. Results are asked for in the order of the steps."""

@@ -84,7 +84,10 @@ def check(matrices: dict[str, Matrix], ranks: str, *features: Feature) -> None:
     rounds_elsewhere = ranks == TENSOR_RANKS and (QUANTIZED in features or GGUF in features)
     matrix = matrices[TENSOR_RANKS if rounds_elsewhere else "alone"]
     jobs, alone = matrix.jobs(*features), matrix.alone(*features)
-    args = EngineArgs(**settings_together(*features) | {ranks: 2})
+    settings = settings_together(*features) | {ranks: 2}
+    if "swap_space" in settings:  # of a rank, which has three of five layers, or a half of all
+        settings["swap_space"] *= 0.61
+    args = EngineArgs(**settings)
     kind = EngineWithAdapters if args.enable_lora else LLMEngine
     engine = kind.from_engine_args(args, engine="inproc")
     try:

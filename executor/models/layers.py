@@ -25,7 +25,16 @@ from ..device import free_bytes
 from ..groups.expert_group import ALL_EXPERTS, ExpertGroup
 from ..groups.tensor_group import ALONE, TensorGroup
 from ..weights.packed_rows import PackedRows, copy_weights
-from ..weights.table import Part, Rearranged, RowOrder, Slice, Weight, kept_part, stored_shape
+from ..weights.table import (
+    ColumnOrder,
+    Part,
+    Rearranged,
+    RowOrder,
+    Slice,
+    Weight,
+    kept_part,
+    stored_shape,
+)
 from .adapters import AdapterRows, EmbeddingAdapters, LinearAdapters
 from .images import ImageReader
 from .layer_registry import Layer, choose_layer
@@ -174,7 +183,7 @@ class LayerFactory:
             return values.kept(part)
         if not self.keeps_blocks(values.type):
             return part.of(values.dequantized(tensor.dtype))
-        assert isinstance(part, Slice)
+        assert isinstance(part, (Slice, ColumnOrder))
         raise InvalidParameterError(
             "tensor_parallel_size",
             f"must divide the {part.size} columns of a weight in blocks of {values.type}, so that "
@@ -291,11 +300,13 @@ class LayerFactory:
             kept.append(rows[begin:end])
         return RowOrder(torch.cat(kept), sum(len(rows) for rows, _ in parts))
 
-    def head_parameter(self, num_heads: int) -> torch.Tensor:
-        """Makes a number in fp32 for each of `num_heads` heads, of which this rank has its part."""
+    def head_parameter(self, num_heads: int, order: torch.Tensor | None = None) -> torch.Tensor:
+        """Makes a number in fp32 for each of `num_heads` heads, of which this rank has its part.
+        order [num_heads] i64: the stored heads, those of the first rank first; None: as stored.
+        """
         own = self.parameter(self.share(num_heads, "heads"), dtype=torch.float32)
-        heads = torch.arange(num_heads), num_heads
-        return kept_part(own, self.kept_rows(heads) if self.is_divided else None)
+        heads = torch.arange(num_heads) if order is None else order
+        return kept_part(own, self.kept_rows((heads, num_heads)) if self.is_divided else None)
 
     @property
     def is_divided(self) -> bool:
@@ -314,17 +325,23 @@ class LayerFactory:
         bias: bool = False,
         *,
         takes_adapters: bool = True,
+        order: torch.Tensor | None = None,
     ) -> Linear:
         """Makes a projection back to the residual stream.
 
         Under tensor parallelism a rank keeps a part of the columns, and the results are added.
+        order [in_features] i64: the stored columns, those of the first rank first; None: as stored.
         """
         if self.group.size == 1:
             shards = {name: out_features}
             return self.linear(in_features, shards, bias, takes_adapters=takes_adapters)
         begin, end = self.group.range_of(in_features)
         weight = self._unpacked(out_features, end - begin)
-        part = Slice(1, begin, end, in_features)
+        part = (
+            Slice(1, begin, end, in_features)
+            if order is None
+            else ColumnOrder(order[begin:end], in_features)
+        )
         adapters = self._adapters(end - begin, [out_features], [part]) if takes_adapters else None
         return RowLinear(
             {name: out_features},

@@ -21,7 +21,7 @@ from ...kernels.cpu.native.program import is_recording, part_ids
 from ..device import copy_mapped, release_mapped
 from ..groups.tensor_group import TensorGroup
 from ..weights.packed_rows import PackedRows, pack_blocks
-from ..weights.table import Part, RowOrder, Slice, Weight
+from ..weights.table import ColumnOrder, Part, RowOrder, Slice, Weight
 from .adapters import EmbeddingAdapters, LinearAdapters
 
 # (name in the checkpoint, the tensor that it fills: a whole parameter, or a view of merged rows)
@@ -224,7 +224,7 @@ class RowLinear(Linear):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         packer: Packer,
-        part: Slice,
+        part: Slice | ColumnOrder,
         group: TensorGroup,
         adapters: LinearAdapters | None = None,
     ):

@@ -43,9 +43,10 @@ class GatedDeltaNet:
         own = mixer.of_rank(make.group.size)
         self.config, self.ops, self.state_parts = own, make.ops, own.state_parts
         size, heads = hidden_size, mixer.num_value_heads
+        order = value_heads_of_ranks(mixer, make.group.size)
         self._orders = orders = {
             name: make.kept_rows(*parts)
-            for name, parts in stored_rows(mixer).items()
+            for name, parts in stored_rows(mixer, order).items()
             if make.is_divided or name in BY_KEY_HEAD  # else the tensor is as it is stored
         }
         # adapters have the value heads in the order of safetensors files
@@ -60,10 +61,14 @@ class GatedDeltaNet:
             for shards in mixer.projections()
         )
         self.out_proj = make.row_linear(
-            "out_proj", mixer.value_size, size, takes_adapters=takes_adapters
+            "out_proj",
+            mixer.value_size,
+            size,
+            takes_adapters=takes_adapters,
+            order=_features_of(order, mixer.value_head_dim) if mixer.is_interleaved else None,
         )
         self.conv1d = make.parameter(own.conv_size, 1, own.kernel_size)
-        self.a_log, self.dt_bias = make.head_parameter(heads), make.head_parameter(heads)
+        self.a_log, self.dt_bias = (make.head_parameter(heads, order) for _ in range(2))
         self.norm_weight = make.parameter(own.value_head_dim)
         self.bind_states([])
 
@@ -120,29 +125,48 @@ class GatedDeltaNet:
 BY_KEY_HEAD = ("in_proj_qkvz", "in_proj_ba")
 
 
-def stored_rows(config: GatedDeltaNetConfig) -> dict[str, list[tuple[torch.Tensor, int]]]:
+def value_heads_of_ranks(config: GatedDeltaNetConfig, size: int) -> torch.Tensor:
+    """The stored value heads [num_value_heads] i64, those of the first of `size` ranks first. A
+    rank has those of its key heads, in the order of the file: where they are interleaved there,
+    they are so on the rank.
+    """
+    heads = torch.arange(config.num_value_heads)
+    if not config.is_interleaved:
+        return heads
+    by_key = heads.view(-1, config.num_key_heads).T
+    return by_key.reshape(size, -1).sort(dim=1).values.flatten()
+
+
+def stored_rows(
+    config: GatedDeltaNetConfig, value_heads: torch.Tensor
+) -> dict[str, list[tuple[torch.Tensor, int]]]:
     """By the name of a tensor: the stored rows of its parts, head by head, and how many heads they
     have. Rows of all queries come first, then those of keys, values and gates; those of beta before
-    those of decay.
+    those of decay. value_heads: see value_heads_of_ranks.
     """
     of_keys, of_values = config.num_key_heads, config.num_value_heads
     per_key = of_values // of_keys
     values = per_key * config.value_head_dim
-    channels = torch.arange(config.conv_size)
-    sizes = config.key_size, config.key_size, config.value_size
-    channels = list(zip(channels.split(sizes), (of_keys, of_keys, of_values)))
-    scalars = [(torch.arange(of_values), of_values)]
+    queries, keys = torch.arange(2 * config.key_size).chunk(2)
+    rows = _features_of(value_heads, config.value_head_dim)
+    channels = [(queries, of_keys), (keys, of_keys), (rows + 2 * config.key_size, of_values)]
+    scalars = [(value_heads, of_values)]
     heads = of_keys, of_keys, of_values, of_values
     together = _by_part(of_keys, (config.key_head_dim, config.key_head_dim, values, values))
     return {
         "in_proj_qkv": channels,
-        "in_proj_z": [(torch.arange(config.value_size), of_values)],
+        "in_proj_z": [(rows, of_values)],
         "in_proj_b": scalars,
         "in_proj_a": scalars,
         "in_proj_qkvz": list(zip(together, heads)),
         "in_proj_ba": list(zip(_by_part(of_keys, (per_key, per_key)), heads[2:])),
         "conv1d": channels,
     }
+
+
+def _features_of(heads: torch.Tensor, size: int) -> torch.Tensor:
+    """The stored features of these heads [heads * size], of `size` features each."""
+    return (heads[:, None] * size + torch.arange(size)).flatten()
 
 
 def _by_part(num_heads: int, sizes: tuple[int, ...]) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from ...ipc.models.quantized_tensors import BLOCKS
 from ...kernels.reference.gguf_blocks import dequantize
 from ...kernels.reference.gguf_repack import repack
 from ..device import copy_mapped, release_mapped
-from .table import Part, Slice
+from .table import ColumnOrder, Part, Slice
 
 
 class PackedRows(NamedTuple):
@@ -34,17 +34,24 @@ class PackedRows(NamedTuple):
 
     def can_cut(self, part: Part) -> bool:
         """Whether blocks stay whole in this part, and in those of the other ranks."""
-        if not isinstance(part, Slice) or not part.dim:
-            return True
         memory_type = MEMORY_TYPES.get(self.type, self.type)
         columns = max(self.block[0], self._replace(type=memory_type).block[0])
+        if isinstance(part, ColumnOrder):
+            return part.blocks(columns) is not None
+        if not isinstance(part, Slice) or not part.dim:
+            return True
         return (part.end - part.begin) % columns == 0
 
     def kept(self, part: Part) -> PackedRows:
         """The part that a rank keeps. Requires `can_cut`."""
+        columns, num_bytes = self.block
+        if isinstance(part, ColumnOrder):
+            blocks = part.blocks(columns)
+            assert blocks is not None
+            kept = self.rows.view(len(self.rows), -1, num_bytes)[:, blocks]
+            return PackedRows(kept.flatten(1), self.type)
         if not isinstance(part, Slice) or not part.dim:
             return PackedRows(part.of(self.rows), self.type)
-        columns, num_bytes = self.block
         begin, end = (place // columns * num_bytes for place in (part.begin, part.end))
         return PackedRows(self.rows[:, begin:end].contiguous(), self.type)
 

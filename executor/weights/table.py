@@ -41,6 +41,32 @@ class RowOrder(NamedTuple):
         return [self.size, *part.shape[1:]]
 
 
+class ColumnOrder(NamedTuple):
+    """The columns that a rank keeps of a stored matrix, in an order of its own."""
+
+    columns: torch.Tensor  # [columns] i64: the stored column of each column
+    size: int  # the number of stored columns
+
+    def of(self, stored: torch.Tensor) -> torch.Tensor:
+        return stored[:, self.columns]
+
+    def stored_shape(self, part: torch.Tensor) -> list[int]:
+        return [len(part), self.size]
+
+    def blocks(self, num_columns: int) -> torch.Tensor | None:
+        """The stored blocks of so many columns that it consists of, [blocks] i64; None where it
+        would cut one.
+        """
+        if len(self.columns) % num_columns:
+            return None
+        of_blocks = self.columns.view(-1, num_columns)
+        firsts = of_blocks[:, :1]
+        is_whole = (firsts % num_columns == 0).all() and torch.equal(
+            of_blocks, firsts + torch.arange(num_columns)
+        )
+        return firsts[:, 0] // num_columns if is_whole else None
+
+
 class Rearranged(NamedTuple):
     """A matrix whose numbers the file has in another shape and order."""
 
@@ -55,7 +81,7 @@ class Rearranged(NamedTuple):
         return list(self.shape)
 
 
-Part = Slice | RowOrder | Rearranged
+Part = Slice | RowOrder | ColumnOrder | Rearranged
 
 
 class Weight(torch.Tensor):

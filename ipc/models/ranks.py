@@ -276,11 +276,6 @@ def _undivided(architecture: Architecture, shape: DecoderConfig, size: int) -> s
     """Why the layers of a model are not divided among tensor ranks; "" where they are."""
     if architecture.qk_norm_whole and shape.num_key_value_heads % size:
         return "keys are normed over all heads, of which ranks would have the same"
-    from .mixers import GatedDeltaNetConfig  # a start without ranks does not load it
-
-    mixers = [shape.layer(index).mixer for index in range(shape.num_hidden_layers)]
-    if any(isinstance(one, GatedDeltaNetConfig) and one.is_interleaved for one in mixers):
-        return "a GGUF file has the value heads of a key head apart"
     return ""
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from quire.executor.weights.packed_rows import PackedRows
-from quire.executor.weights.table import Slice
+from quire.executor.weights.table import ColumnOrder, Slice
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import SamplingParams
 from quire.tests.executor.driver import Row, generate, start_executor
@@ -25,6 +25,10 @@ SIZES = {
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 128,
     "shared_intermediate_size": 128,
+    # on two ranks each has two key heads, and their value heads are interleaved in a GGUF file
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 32,
 }
 GGUF_WRITERS = {
     "deepseek_v2": write_family_gguf,
@@ -80,10 +84,11 @@ def numbers(row: Row) -> list[float]:
                 ("gemma3_text", "Q8_0"),
                 ("phi3", "Q8_0"),
                 *((kind, "F32") for kind in GGUF_WRITERS if kind != "qwen3_5_text"),
+                ("qwen3_5_text", "Q8_0"),
             )
             for num_stages in (1, 2)
         ),
-        pytest.param("qwen3_5_text", "F32", 1, 2, marks=pytest.mark.slow),
+        ("qwen3_5_text", "F32", 4, 1),
     ],
 )
 def test_ranks_give_the_tokens_of_one(tiny, tmp_path, kind, format, size, num_stages) -> None:
@@ -111,6 +116,12 @@ def test_blocks_are_not_cut() -> None:
     assert packed.can_cut(Slice(1, 64, 128, 128)) and not packed.can_cut(Slice(1, 0, 48, 128))
     assert torch.equal(packed.kept(Slice(1, 64, 128, 128)).rows, rows[:, 68:])
     assert packed.kept(Slice(0, 1, 2, 2)).rows.data_ptr() == rows[1].data_ptr()
+    columns = torch.arange(128)
+    apart = ColumnOrder(torch.cat([columns[96:], columns[32:64]]), 128)
+    assert packed.can_cut(apart)
+    assert torch.equal(packed.kept(apart).rows, torch.cat([rows[:, 102:], rows[:, 34:68]], 1))
+    assert not packed.can_cut(ColumnOrder(columns[16:80], 128))
+    assert not packed.can_cut(ColumnOrder(torch.cat([columns[:16], columns[64:80]]), 128))
 
 
 def test_a_cut_through_blocks_is_refused(tiny, tmp_path) -> None:

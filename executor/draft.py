@@ -29,6 +29,7 @@ from .runner.assembly import RunnerState, no_buffers
 from .runner.cuda_graphs import Capture, GraphedStep
 from .runner.device_inputs import DeviceInputMaker
 from .runner.image_table import ImageTable
+from .runner.padded_graphs import make_graphs
 from .runner.speculation.draft_head import HeadDrafter
 from .runner.speculation.draft_model import DraftModel
 from .runner.speculation.draft_passes import DraftPasses
@@ -78,9 +79,8 @@ def use_taps(
 class Draft:
     """A model that drafts, or heads. The constructor builds it without a cache. `builder` has built
     `model`, which verifies and whose layers have the kv_cache_windows (see Executor). What drafts
-    keeps the whole context, in the blocks of the first group. `capture`: of graphs, which decodes
-    of a draft model on a GPU are replayed from. A head's are not: a capture runs the pass, which
-    would overwrite the state that it reads.
+    keeps the whole context, in the blocks of the first group. `capture`: makes what captures the
+    graphs that passes on a GPU are replayed from; None: there are none.
 
     Raises ModelLoadError, InvalidParameterError, NotEnoughMemoryError.
     """
@@ -203,21 +203,23 @@ class Draft:
         """Records the programs or graphs, which hold the addresses of weights and cache."""
         if self._heads() and not self._group.can_record:
             return  # heads compute with the model's embedding and head, operation by operation
-        self.drafter = self._make_drafter([self._make_forward(built) for built in self._built])
+        # one for all heads of a chain, since the next runs when what one gave has been used
+        capture = None if self._capture is None else self._capture()
+        forwards = [self._make_forward(built, capture) for built in self._built]
+        self.drafter = self._make_drafter(forwards)
 
-    def _make_forward(self, built: Model) -> Forward | None:
+    def _make_forward(self, built: Model, capture: Capture | None) -> Forward | None:
         max_num_seqs = self._config.scheduler_config.max_num_seqs
         ops, groups = self._builder.ops, self._num_groups
         if self._device.type == "cpu":
             limits = Limits(self._rows, max_num_seqs, max_num_seqs)
             return record_step(built, ops, limits, groups, self._group.all_agree)
-        if self._capture is None or isinstance(built, DraftHead):
+        if capture is None or built.UNRECORDABLE:
             return None
         longest = resolved(self._config.model_config.max_model_len)
-        sizes = max_num_seqs, longest, self._config.cache_config.block_size
-        graphs = GraphedStep(built, ops, *sizes, self._device, self._capture(), groups)
-        graphs.prepare()
-        return graphs
+        sizes = max_num_seqs, self._rows, max_num_seqs, longest
+        block_size = self._config.cache_config.block_size
+        return make_graphs(built, ops, *sizes, block_size, self._device, capture, groups)
 
     def run_pass(self, num_tokens: int, num_logits: int | None = None) -> None:
         """Runs a pass of one-token rows, of the first model, that has no effect on the cache.

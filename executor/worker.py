@@ -64,7 +64,7 @@ from .runner.cuda_graphs import Capture, CudaCapture, GraphedStep
 from .runner.image_table import ImageTable
 from .runner.launched_steps import HostStep, PendingStep
 from .runner.model_runner import ModelRunner
-from .runner.padded_graphs import MOST_TOKENS, PaddedStep
+from .runner.padded_graphs import MOST_TOKENS, make_graphs
 from .runner.speculation.draft_depth import DraftDepth
 from .runner.speculation.drafters import LookupDrafter
 from .runner.speculation.pass_costs import (
@@ -210,7 +210,8 @@ class Worker:
             use_taps(self.config, model_config, self._builder, self.model, report)
             return None
         tables = self.state, self.kv_cache_windows
-        capture = None if self.config.device_config.enforce_eager else CudaCapture
+        has_graphs = self.device.type == "cuda" and not self.config.device_config.enforce_eager
+        capture = CudaCapture if has_graphs else None
         parts = self.config, model_config, self._builder, self.model, *tables, report
         return Draft(*parts, capture)
 
@@ -493,25 +494,19 @@ class Worker:
         return Limits(resolved(scheduler_config.max_num_batched_tokens), num_requests, num_logits)
 
     def _make_graphs(self, capture: Capture) -> GraphedStep:
-        max_num_seqs, model = self.config.scheduler_config.max_num_seqs, (self.model, self.ops)
-        sizes = (
-            resolved(self.config.model_config.max_model_len),
-            self.config.cache_config.block_size,
+        limits, config = self._limits, self.config
+        return make_graphs(
+            self.model,
+            self.ops,
+            config.scheduler_config.max_num_seqs,
+            limits.num_tokens,
+            limits.num_logits,
+            resolved(config.model_config.max_model_len),
+            config.cache_config.block_size,
+            self.device,
+            capture,
+            len(self.kv_cache_windows),
         )
-        num_groups, has_adapters = len(self.kv_cache_windows), self.loras.is_enabled
-        has_states, has_images = self._states is not None, self.model.images is not None
-        others = self.device, capture, num_groups, has_adapters
-        padded = None
-        if not has_states:
-            limits = self._limits
-            most = limits.num_tokens, limits.num_logits
-            padded = PaddedStep(*model, *most, *sizes, *others, has_images)
-            padded.prepare()  # first, since it takes the most memory
-        graphs = GraphedStep(
-            *model, max_num_seqs, *sizes, *others, has_states, has_images, other_steps=padded
-        )
-        graphs.prepare()
-        return graphs
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
         """Allocates host memory for the blocks of preempted requests.
@@ -917,6 +912,7 @@ class Worker:
             self._draft.use_model(model)
         self.asleep.discard("weights")
         if not self.asleep:
+            self._runner = self._forward = None  # of the old weights, which they hold
             self._forward = self._make_forward()
             self._sections = self._make_sections()
             self._mover = self._make_block_mover()

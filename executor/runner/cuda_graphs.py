@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -148,7 +148,8 @@ class GraphedStep:
         if token_ids.data_ptr() != self._token_ids.data_ptr():
             self._copy(count, size, token_ids, positions, metadata)
         replay, results = self._graph(size)
-        self._copy_states(count, size, metadata.states)
+        if self._states is not None and metadata.states is not None:
+            put_states(self._states, metadata.states, size)
         self._copy_images(count, size, metadata.images)
         replay()
         return tuple(result[:count] for result in results)
@@ -175,16 +176,10 @@ class GraphedStep:
         self._seq_lens[count:size] = 1
         self._slot_mapping[:, count:size] = NOT_STORED
 
-    def _copy_states(self, count: int, size: int, states: StateRows | None) -> None:
-        """These are not among the buffers that inputs are written to."""
-        if self._states is None or states is None:
-            return
-        for name in ("places", "last_positions", "copy_positions", "copy_places"):
-            getattr(self._states, name)[:count].copy_(getattr(states, name))
-        self._states.places[count:size] = NO_STATE
-
     def _copy_images(self, count: int, size: int, images: ImageRows | None) -> None:
-        """See _copy_states. A decode sees no later token."""
+        """These are not among the buffers that inputs are written to. A decode sees no later
+        token.
+        """
         if self._images is None or images is None:
             return
         self._images.rows[:count].copy_(images.rows)
@@ -194,10 +189,8 @@ class GraphedStep:
 
     def _graph(self, size: int) -> tuple[Callable[[], None], Tensors]:
         if size not in self._graphs:
-            # A capture runs the step, too. That stores the same keys and values again, but a state
-            # would go on by another token.
             if self._states is not None:
-                self._states.places.fill_(NO_STATE)
+                hide_states(self._states)
             # Kernels take sizes from the host lists; they must hold for every later step, so these
             # are the longest possible contexts.
             metadata = make_metadata(
@@ -239,6 +232,38 @@ def first_rows(states: StateRows, size: int) -> StateRows:
         states.copy_positions[:size],
         states.copy_places[:size],
     )
+
+
+def hide_states(rows: StateRows) -> None:
+    """Before a capture, which runs the step, too: that stores the same keys and values again, but a
+    state would go on by the same tokens again.
+    """
+    rows.places.fill_(NO_STATE)
+
+
+def put_states(buffers: StateRows, rows: StateRows, size: int) -> None:
+    """Puts the `rows` [B] of a step into the buffers of a graph of `size` rows, of which the others
+    are padding.
+    """
+    count = len(rows.places)
+    for name in ("places", "last_positions", "copy_positions", "copy_places"):
+        getattr(buffers, name)[:count].copy_(getattr(rows, name))
+    buffers.places[count:size] = NO_STATE
+
+
+def keeping(capture: Capture, tensors: Sequence[torch.Tensor]) -> Capture:
+    """A capture that runs functions which change `tensors`, and leaves there what the first replay
+    has to find.
+    """
+
+    def run(function: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
+        kept = [tensor.clone() for tensor in tensors]
+        captured = capture(function)
+        for tensor, before in zip(tensors, kept):
+            tensor.copy_(before)
+        return captured
+
+    return run
 
 
 class CudaCapture:

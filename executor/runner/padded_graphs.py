@@ -10,8 +10,8 @@ which up to `width` rows have logits:
     tokens     [ request 0 | request 1 | … | padding ]   size, a multiple of 64
     requests   [ 0 | 1 | … | the padding | empty | … ]   width + 1
 
-The padding is a request of its own, behind the step's, which stores nothing. All requests go to the
-kernel for several query tokens, including decodes.
+The padding is a request of its own, behind the step's, which stores nothing and has no state. All
+requests go to the kernel for several query tokens, including decodes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,20 @@ from ...kernels.ops import AttentionMetadata, make_metadata
 from ...kernels.registry import OpTable
 from ..model import Model, padded, uncounted
 from ..program.step_program import OpByOp
-from .cuda_graphs import NO_ADAPTER, NOT_STORED, Capture, Tensors, first_images
+from .cuda_graphs import (
+    NO_ADAPTER,
+    NOT_STORED,
+    Capture,
+    GraphedStep,
+    Tensors,
+    first_images,
+    first_rows,
+    hide_states,
+    keeping,
+    put_states,
+)
 from .image_table import NO_ROW, no_images
+from .state_table import no_states
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +79,10 @@ class PaddedStep:
         capture: Capture,
         num_groups: int = 1,
         has_adapters: bool = False,
+        has_states: bool = False,
         has_images: bool = False,
     ):
-        """See GraphedStep. The model keeps no states. max_num_logits: of one step."""
+        """See GraphedStep. max_num_logits: of one step."""
         self._run = OpByOp(model, ops)
         self._uncounted, self._padded = partial(uncounted, model), partial(padded, model)
         self._capture = capture
@@ -92,6 +105,7 @@ class PaddedStep:
         num_blocks = -(-max_model_len // block_size)
         self._block_tables = zeros(num_groups, widest + 1, num_blocks, dtype=torch.int32)
         self._adapters = zeros(most, dtype=torch.int32) + NO_ADAPTER if has_adapters else None
+        self._states = no_states(widest + 1, device) if has_states else None
         self._images = no_images(most, device) if has_images else None
 
     def prepare(self) -> None:
@@ -121,6 +135,8 @@ class PaddedStep:
         self.prepare()
         self._copy(*chosen, token_ids, positions, metadata, logits_indices)
         replay, (hidden, *results) = self._graph(*chosen)
+        if self._states is not None and metadata.states is not None:
+            put_states(self._states, metadata.states, chosen[1] + 1)
         replay()
         return hidden[: len(token_ids)], *(result[: len(logits_indices)] for result in results)
 
@@ -179,6 +195,8 @@ class PaddedStep:
 
     def _graph(self, size: int, width: int) -> tuple[Callable[[], None], Tensors]:
         if (size, width) not in self._graphs:
+            if self._states is not None:
+                hide_states(self._states)
             # Kernels take sizes from the host's lists; no step has more blocks of query tokens than
             # one with these.
             metadata = make_metadata(
@@ -190,7 +208,7 @@ class PaddedStep:
                 [1] * width + [size - width],
                 [self._max_model_len] * (width + 1),
                 None if self._adapters is None else self._adapters[:size],
-                None,
+                None if self._states is None else first_rows(self._states, width + 1),
                 None if self._images is None else first_images(self._images, size),
             )
             tokens = self._token_ids[:size], self._positions[:size]
@@ -216,3 +234,30 @@ class PaddedStep:
         for place, result in zip(kept, results, strict=True):
             place.copy_(result)
         return kept
+
+
+def make_graphs(
+    model: Model,
+    ops: OpTable,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_num_logits: int,
+    max_model_len: int,
+    block_size: int,
+    device: torch.device,
+    capture: Capture,
+    num_groups: int = 1,
+) -> GraphedStep:
+    """The graphs of all steps of a model whose layers have their caches, with the largest ones
+    captured. See PaddedStep.
+    """
+    # a capture also runs what adds to these
+    tensors = [model.state] if model.taps is None else [model.state, model.taps.state]
+    sizes = max_model_len, block_size, device, keeping(capture, tensors), num_groups
+    has_states, has_images = bool(model.state_layers()), model.images is not None
+    has = model.adapter_rows is not None, has_states, has_images
+    padded = PaddedStep(model, ops, max_num_batched_tokens, max_num_logits, *sizes, *has)
+    padded.prepare()  # first, since it takes the most memory
+    graphs = GraphedStep(model, ops, max_num_seqs, *sizes, *has, other_steps=padded)
+    graphs.prepare()
+    return graphs

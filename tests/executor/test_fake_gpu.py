@@ -72,11 +72,15 @@ def test_a_fake_gpu_refuses_what_a_gpu_refuses() -> None:
 
 
 @pytest.mark.parametrize("method", SPECULATION)
-def test_drafts_change_no_token(method: str, expected: list[Any]) -> None:
+def test_drafts_are_the_cpus_and_change_no_token(method: str, expected: list[Any]) -> None:
+    """From graphs: what a head or its model reads is there after a capture, which runs the pass."""
+    settings = {"speculative_config": SPECULATION[method] | DRAFTS}
+    _, of_cpu = generate("cpu", **settings)
     with fake_gpu():
-        found, counters = generate("cuda", speculative_config=SPECULATION[method] | DRAFTS)
+        found, counters = generate("cuda", **settings)
     assert found == expected
-    assert counters["num_accepted_tokens"] > 1
+    for name in ("num_draft_tokens", "num_accepted_tokens"):
+        assert counters[name] == of_cpu[name] > 1
 
 
 def test_a_quantized_checkpoint_stays_packed(tmp_path: Path) -> None:

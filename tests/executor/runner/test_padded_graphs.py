@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from quire.executor.runner.padded_graphs import MOST_TOKENS, STEP, WIDTHS, padded_sizes
 from quire.executor.worker import Worker
 from quire.ipc.params import SamplingParams
@@ -51,14 +52,45 @@ def run_randomly(executor: Worker, seed: int) -> list[Row]:
     return generate(executor, prompts, 5, params, chunk=lambda row: chance.choice((1, 5, 70, 100)))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("gemma3_text", "bfloat16"), ("qwen3_moe", "float32")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *(("gemma3_text", "bfloat16"), ("qwen3_moe", "float32")),
+        # these keep states, which neither padding nor a capture may move on
+        *(("qwen3_next", "float32"), ("mamba2", "bfloat16"), ("kimi_linear", "float32")),
+        ("lfm2", "bfloat16"),
+    ],
+)
 def test_padded_steps_give_the_same_tokens_and_caches(kind, dtype, tiny):
     plain, graphed = started(tiny, kind, dtype), started(tiny, kind, dtype)
     use_forward(plain, None)
     capture = with_graphs(graphed)
     check_equal(graphed, plain, run_randomly, num_seeds=3)
+    if plain._states is not None:
+        assert torch.equal(graphed._states.places, plain._states.places)
     of_prompts = [shape for shape in capture.shapes if shape[0] >= STEP]
     assert len(of_prompts) == len(set(of_prompts)) > 3  # each once
+
+
+def test_states_where_graphs_are_captured_while_requests_run(tiny):
+    """Beside decodes that look ahead, with copies of states that rows make."""
+
+    def run(executor: Worker) -> tuple[list[list[int]], torch.Tensor]:
+        driver = Driver(executor)
+        rows = [driver.add(f"r{i}", list(range(i + 1, i + 90))) for i in range(3)]
+        driver.step({"r0": 89})
+        driver.step({"r0": 1, "r1": 30}, lookahead={"r0": 3})
+        driver.step({"r0": 1, "r1": 59, "r2": 70}, lookahead={"r0": 2, "r1": 4})
+        driver.step({"r0": 1, "r1": 1, "r2": 19}, lookahead={"r2": 1})
+        return [row.output for row in rows], executor._states.places
+
+    plain, graphed = started(tiny, "qwen3_next"), started(tiny, "qwen3_next")
+    use_forward(plain, None)
+    capture = with_graphs(graphed)
+    before = len(capture.shapes)
+    (expected, states), (found, kept) = run(plain), run(graphed)
+    assert found == expected and [len(tokens) for tokens in found] == [9, 6, 2]
+    assert torch.equal(kept, states) and len(capture.shapes) > before + 2
 
 
 def test_which_steps_have_graphs(tiny):

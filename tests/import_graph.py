@@ -11,6 +11,8 @@ import ast
 from collections.abc import Iterable
 from pathlib import Path
 
+from quire.tests.syntax import nodes_of
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("frontend", "core", "executor", "kernels", "ipc")
 
@@ -35,7 +37,7 @@ def file_graph(root: Path = ROOT) -> Graph:
 
 def _imports(name: str, path: Path, files: dict[str, Path]) -> Iterable[str]:
     package = Path(name).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [*package[: len(package) + 1 - node.level], *(node.module or "").split(".")]
             base = [part for part in base if part]

@@ -8,10 +8,11 @@ argument of the constructor. `python -m quire.tests.setters` prints what it find
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from quire.kernels.cpu.native import calls
+from quire.tests.syntax import nodes_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("frontend", "core", "executor", "kernels", "ipc")
@@ -52,21 +53,17 @@ def sources() -> list[Path]:
     return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
-def record_fields(trees: list[ast.Module]) -> set[str]:
+def record_fields(nodes: Iterable[ast.AST]) -> set[str]:
     """The names of all fields of the records that the package declares."""
-    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    bases = [(node.name, {_last_name(base) for base in node.bases}) for node in classes]
     records = {"Struct", "Structure"}
     for _ in range(4):  # subclasses of records are records
-        records |= {
-            node.name for node in classes if any(_last_name(base) in records for base in node.bases)
-        }
+        records |= {name for name, of_class in bases if of_class & records}
     return {
         statement.target.id
         for node in classes
-        if not _is_frozen(node)
-        and (
-            node.name in records or any("dataclass" in ast.unparse(d) for d in node.decorator_list)
-        )
+        if not _is_frozen(node) and (node.name in records or _is_dataclass(node))
         for statement in node.body
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
     }
@@ -85,22 +82,26 @@ def _last_name(node: ast.expr) -> str:
     return ast.unparse(node).split("[")[0].split(".")[-1]
 
 
+def _called_name(node: ast.Call) -> str:
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
 def _is_frozen(node: ast.ClassDef) -> bool:
     calls = [d for d in node.decorator_list if isinstance(d, ast.Call)]
     keywords = [*node.keywords, *(keyword for call in calls for keyword in call.keywords)]
     return any(k.arg == "frozen" and ast.unparse(k.value) == "True" for k in keywords)
 
 
-def setters(tree: ast.Module, allowed: set[str]) -> Iterator[tuple[int, str]]:
+def setters(nodes: Iterable[ast.AST], allowed: set[str]) -> Iterator[tuple[int, str]]:
     """Yields (line, target) of each assignment to an attribute of something other than `self`."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign):
             targets = list(node.targets)
         elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr):
             targets = [node.target]
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             targets = [node.optional_vars]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+        elif isinstance(node, ast.Call) and _called_name(node) == "setattr":
             if ast.unparse(node.args[0]) not in FREE:
                 yield node.lineno, ast.unparse(node)
             continue
@@ -115,9 +116,9 @@ def setters(tree: ast.Module, allowed: set[str]) -> Iterator[tuple[int, str]]:
                     yield target.lineno, ast.unparse(target)
 
 
-def probes(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def probes(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yields (line, call) of each hasattr of a model, and each getattr with a literal name."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
         is_probe = node.func.id == "hasattr" or (
@@ -128,12 +129,12 @@ def probes(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def found() -> list[str]:
-    trees = {path: ast.parse(path.read_text()) for path in sources()}
-    allowed = record_fields(list(trees.values())) | FOREIGN | native_fields()
+    nodes = (node for path in sources() for node in nodes_of(path))
+    allowed = record_fields(nodes) | FOREIGN | native_fields()
     return [
         f"{path.relative_to(ROOT).as_posix()}:{line}: {target}"
-        for path, tree in trees.items()
-        for line, target in setters(tree, allowed)
+        for path in sources()
+        for line, target in setters(nodes_of(path), allowed)
     ]
 
 

@@ -102,16 +102,11 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
 def select_kv_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """ "auto", "fp8" or "int8" -> torch's dtype.
 
-    Raises InvalidParameterError for a GPU that has no instructions for fp8, or no kernels for int8.
+    Raises InvalidParameterError for a GPU that has no instructions for fp8.
     """
     if name == "auto":
         return dtype
     if name == "int8":
-        if device.type == "cuda":
-            raise InvalidParameterError(
-                "kv_cache_dtype",
-                "int8 is served by the native kernels for CPUs; on a GPU use fp8 or auto",
-            )
         return torch.int8
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
         has = ".".join(map(str, capability))

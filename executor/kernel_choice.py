@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 SERVED_BY = {
     "fp8": "the kernels for NVIDIA GPUs; use auto",
-    "int8": "the native CPU kernels for a head_dim that is a multiple of 16 up to 512, and they do "
-    "not serve here; use auto",
+    "int8": "the native CPU kernels and those for NVIDIA GPUs for a head_dim that is a multiple of "
+    "16 up to 512, and they do not serve here; use auto",
 }
 
 

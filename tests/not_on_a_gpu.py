@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 CPU_KERNELS = "is about kernels of CPUs, their programs or the memory of the host"
-NO_KERNEL = "int8 and int4 layers have tests in tests/gpu; of experts and the cache none are there"
+NO_KERNEL = "int8 and int4 layers have tests in tests/gpu; for experts there are no kernels"
 CPU_BITS = "promises bits that only kernels of CPUs have"
 MEMORY = "counts pages of the host's memory, where a GPU's weights and cache are not"
 SEVERAL = "needs several GPUs"

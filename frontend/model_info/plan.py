@@ -578,17 +578,13 @@ def _check_supported(config: EngineConfig, head_dim: int, has_experts: bool) -> 
     """Raises the errors of the engine for unsupported combinations, with short messages."""
     kv_cache_dtype = config.cache_config.kv_cache_dtype
     if config.device_config.device == "cuda":
-        if kv_cache_dtype == "int8":
-            raise InvalidParameterError(
-                "kv_cache_dtype",
-                "int8 is supported by the native CPU kernels only; on a GPU use fp8 or auto",
-            )
         if config.model_config.quantization is not None and has_experts:
             raise InvalidParameterError(
                 "quantization",
                 f"{config.model_config.quantization} does not serve mixtures of experts on a GPU; "
                 f"leave it out",
             )
+        _check_int8_heads(kv_cache_dtype, head_dim)
         return
     if not {"reshape_and_cache", "paged_attention"} <= config.device_config.kernels.keys():
         if kv_cache_dtype == "fp8":
@@ -596,15 +592,19 @@ def _check_supported(config: EngineConfig, head_dim: int, has_experts: bool) -> 
                 "kv_cache_dtype",
                 ("fp8 is supported by the NVIDIA GPU kernels only; use int8 or auto"),
             )
-        if kv_cache_dtype == "int8" and (head_dim % 16 or head_dim > 512):
-            raise InvalidParameterError(
-                "kv_cache_dtype",
-                f"int8 needs a head_dim that is a multiple of 16 up to 512, the model has "
-                f"{head_dim}; use auto",
-            )
+        _check_int8_heads(kv_cache_dtype, head_dim)
     if config.model_config.dtype == "float16":
         raise InvalidParameterError(
             "dtype", "float16 is not supported on a CPU; use bfloat16 or float32"
+        )
+
+
+def _check_int8_heads(kv_cache_dtype: str, head_dim: int) -> None:
+    if kv_cache_dtype == "int8" and (head_dim % 16 or head_dim > 512):
+        raise InvalidParameterError(
+            "kv_cache_dtype",
+            f"int8 needs a head_dim that is a multiple of 16 up to 512, the model has {head_dim}; "
+            f"use auto",
         )
 
 

@@ -22,6 +22,7 @@ from ..registry import Facts, register
 from .attention_decode import MAX_PIECES, MIN_TILES, decode_kernel, merge_kernel
 from .attention_prefill import prefill_kernel
 from .device import PRIORITY, architecture, num_multiprocessors, reads_cache
+from .kv_cache import turned
 
 MAX_HEAD_DIM = 512
 # A decode step has enough programs to balance requests of different lengths and to keep loads in
@@ -113,12 +114,14 @@ def attend(
         raise ValueError(
             f"sliding_window and softcap must be at least 0, not {sliding_window} and {softcap}"
         )
-    if key_cache.dtype != query.dtype and architecture() < 89:
+    if key_cache.dtype == torch.float8_e4m3fn and architecture() < 89:
         raise ValueError(
             f"key_cache in {key_cache.dtype} needs sm_89 or newer, this GPU is sm_{architecture()}"
         )
     out = query.new_empty(query.shape)
-    cache = _cache_arguments(key_cache, value_cache)
+    if key_cache.dtype == torch.int8:
+        query = turned(query)
+    cache = _cache_arguments(key_cache, value_cache, query.shape[2])
     options = {"WINDOW": sliding_window, "SOFTCAP": float(softcap), **_layout(query, key_cache)}
     # Fused multiply-adds are explicit, so that every kernel that inlines them gives the same bits.
     options["enable_fp_fusion"] = False
@@ -215,7 +218,13 @@ def _prefill(
     """A decode sees no later token, since its own is the last of the context."""
     shape = {
         **options,
-        **prefill_shape(options["GROUP"], options["BLOCK_D"], query.dtype, architecture()),
+        **prefill_shape(
+            options["GROUP"],
+            options["BLOCK_D"],
+            query.dtype,
+            architecture(),
+            cache["key"].dtype == torch.int8,
+        ),
     }
     work = _work_once(metadata, shape["ROWS"] // options["GROUP"], query.device)
     prefill_kernel[query.shape[1] // options["GROUP"], len(work)](
@@ -239,12 +248,15 @@ def _prefill(
     )
 
 
-def _cache_arguments(key_cache: Tensor, value_cache: Tensor) -> dict[str, Any]:
-    return {
-        "key": key_cache,
-        "value": value_cache,
-        "strides": (*key_cache.stride()[:3], *value_cache.stride()[:3]),
-    }
+def _cache_arguments(key_cache: Tensor, value_cache: Tensor, head_dim: int) -> dict[str, Any]:
+    """Strides of blocks, slots and heads. The integers of an int8 block are contiguous: its scales
+    stand behind them.
+    """
+    strides = (*key_cache.stride()[:3], *value_cache.stride()[:3])
+    if key_cache.dtype == torch.int8:
+        inner = key_cache.shape[2] * head_dim, head_dim
+        strides = (key_cache.stride(0), *inner, value_cache.stride(0), *inner)
+    return {"key": key_cache, "value": value_cache, "strides": strides}
 
 
 def _layout(query: Tensor, key_cache: Tensor) -> dict[str, int]:
@@ -274,10 +286,13 @@ def decode_shape(group: int, block_d: int, dtype: torch.dtype) -> dict[str, int]
     return {"ROWS": rows, "TILE": tile, "num_warps": warps, "num_stages": 5}
 
 
-def prefill_shape(group: int, block_d: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
+def prefill_shape(
+    group: int, block_d: int, dtype: torch.dtype, arch: int, in_int8: bool = False
+) -> dict[str, int]:
     """A tile has at least 64 rows, with 4 warps per 64 rows, as wgmma requires.
 
-    Before Hopper, a tile of 64 keys of 128 elements does not fit the registers. The sums of 64 rows
+    Before Hopper, a tile of 64 keys of 128 elements does not fit the registers, nor do 128 rows
+    beside keys that are converted from integers. The sums of 64 rows
     of 512 elements never do: those tiles have 32 rows, without wgmma.
     """
     if dtype == torch.float32:
@@ -289,6 +304,8 @@ def prefill_shape(group: int, block_d: int, dtype: torch.dtype, arch: int) -> di
             "num_stages": 2 if block_d <= 256 else 1,
         }
     rows = 128 if block_d <= 128 else 64 if block_d <= 256 else 32
+    if in_int8 and arch < 90:
+        rows = min(rows, 64)
     tile = 64 if block_d <= (128 if arch >= 90 else 64) else 32
     return {
         "ROWS": max(rows, triton.next_power_of_2(group)),

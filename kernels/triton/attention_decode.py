@@ -33,10 +33,13 @@ import triton.language as tl
 from .attention_tile import (
     NOTHING,
     capped,
+    first_scale,
     in_dtype,
     merge,
     normalised,
     online_softmax,
+    scaled,
+    scales_of,
     slots_of,
     with_sinks,
 )
@@ -186,6 +189,8 @@ def decode_kernel(
         + columns[None, :]
     )
     table = tables_ptr + request.to(tl.int64) * table_stride
+    key_scales_ptr = first_scale(key_ptr, kv_head, key_slot_stride, BLOCK_SIZE)
+    value_scales_ptr = first_scale(value_ptr, kv_head, value_slot_stride, BLOCK_SIZE)
     key_ptr += kv_head * key_head_stride
     value_ptr += kv_head * value_head_stride
 
@@ -218,9 +223,17 @@ def decode_kernel(
             mask=seen[:, None] & in_head[None, :],
             other=0.0,
         )
-        scores, factor = capped(
-            tl.dot(query, in_dtype(keys, query), input_precision="ieee"), scale, SOFTCAP
-        )
+        scores = tl.dot(query, in_dtype(keys, query), input_precision="ieee")
+        if key_ptr.dtype.element_ty == tl.int8:
+            key_scales = scales_of(
+                key_scales_ptr, table, positions, seen, key_block_stride, BLOCK_SIZE, TILE, True
+            )
+            value_scales = scales_of(
+                value_scales_ptr, table, positions, seen, value_block_stride, BLOCK_SIZE, TILE, True
+            )
+            scores *= key_scales[None, :]
+            values = scaled(values, value_scales, query)
+        scores, factor = capped(scores, scale, SOFTCAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         largest, total, acc = online_softmax(
             scores, factor, in_dtype(values, query), largest, total, acc

@@ -15,9 +15,12 @@ import triton.language as tl
 from .attention_tile import (
     NOTHING,
     capped,
+    first_scale,
     in_dtype,
     normalised,
     online_softmax,
+    scaled,
+    scales_of,
     slots_of,
     with_sinks,
 )
@@ -44,7 +47,7 @@ def _attend(
     MASKED: some keys may be hidden from some rows.
     """
     query, row_positions, row_lasts, scale = rows
-    key_ptr, value_ptr, table, length, strides = cache
+    key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, table, length, strides = cache
     key_block_stride, key_slot_stride, value_block_stride, value_slot_stride = strides
     largest, total, acc = state
     columns = tl.arange(0, BLOCK_D)
@@ -84,9 +87,31 @@ def _attend(
             values = tl.load(value_ptrs, mask=(columns < HEAD_DIM)[None, :], other=0.0)
         else:
             keys, values = tl.load(key_ptrs), tl.load(value_ptrs)
-        scores, factor = capped(
-            tl.dot(query, in_dtype(keys, query), input_precision="ieee"), scale, SOFTCAP
-        )
+        scores = tl.dot(query, in_dtype(keys, query), input_precision="ieee")
+        if key_ptr.dtype.element_ty == tl.int8:
+            key_scales = scales_of(
+                key_scales_ptr,
+                table,
+                positions,
+                in_context,
+                key_block_stride,
+                BLOCK_SIZE,
+                TILE,
+                MASKED,
+            )
+            value_scales = scales_of(
+                value_scales_ptr,
+                table,
+                positions,
+                in_context,
+                value_block_stride,
+                BLOCK_SIZE,
+                TILE,
+                MASKED,
+            )
+            scores *= key_scales[None, :]
+            values = scaled(values, value_scales, query)
+        scores, factor = capped(scores, scale, SOFTCAP)
         if MASKED:
             seen = positions[None, :] <= row_lasts[:, None]
             if WINDOW:
@@ -157,6 +182,8 @@ def prefill_kernel(
     )
     query = tl.load(query_ptrs, mask=stored, other=0.0)
     table = tables_ptr + request.to(tl.int64) * table_stride
+    key_scales_ptr = first_scale(key_ptr, kv_head, key_slot_stride, BLOCK_SIZE)
+    value_scales_ptr = first_scale(value_ptr, kv_head, value_slot_stride, BLOCK_SIZE)
     key_ptr += kv_head * key_head_stride
     value_ptr += kv_head * value_head_stride
 
@@ -176,7 +203,7 @@ def prefill_kernel(
     full_first, full_stop, stop = 0, (first_position + 1) // TILE, stop_position // TILE + 1
     of_rows = query, row_positions, row_lasts, scale
     strides = key_block_stride, key_slot_stride, value_block_stride, value_slot_stride
-    cache = key_ptr, value_ptr, table, length, strides
+    cache = key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, table, length, strides
     state = largest, total, acc
     if WINDOW:
         full_first = tl.cdiv(tl.maximum(last_position + 1 - WINDOW, 0), TILE)

@@ -49,6 +49,37 @@ def in_dtype(cached, query):
 
 
 @triton.jit
+def first_scale(cache_ptr, head, stride_slot, BLOCK_SIZE: tl.constexpr):
+    """-> the place in block 0 of an int8 cache where this KV head's scales begin, in bytes. Of
+    other caches nobody reads it.
+    """
+    return cache_ptr + BLOCK_SIZE * stride_slot + head * (4 * BLOCK_SIZE)
+
+
+@triton.jit
+def scales_of(
+    scales_ptr,
+    table,
+    positions,
+    in_context,
+    stride_block,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """first_scale's result -> scales [TILE] f32 of positions, which slots_of describes."""
+    places = slots_of(table, positions, in_context, stride_block, 4, BLOCK_SIZE, TILE, MASKED)
+    scale_ptrs = (scales_ptr + places).to(tl.pointer_type(tl.float32))
+    return tl.load(scale_ptrs, mask=in_context, other=0.0)
+
+
+@triton.jit
+def scaled(values, scales, query):
+    """Values [TILE, D] of an int8 cache times their scales [TILE], in the query's dtype."""
+    return (values.to(tl.float32) * scales[:, None]).to(query.dtype)
+
+
+@triton.jit
 def capped(scores, scale, SOFTCAP: tl.constexpr):
     """-> (scores, factor), whose product is the logits in base 2.
 

@@ -30,7 +30,8 @@ def is_cuda(facts: Facts) -> bool:
 
 
 def reads_cache(facts: Facts) -> bool:
-    return is_cuda(facts) and facts.kv_cache_dtype != torch.int8
+    """Heads in int8 have the sizes that the kernels of CPUs take, so that caches can move."""
+    return is_cuda(facts) and (facts.kv_cache_dtype != torch.int8 or facts.head_dim % 16 == 0)
 
 
 @functools.cache

@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..reference.kv_cache import hadamard_size
 from ..registry import register
-from .device import PRIORITY, TILE, is_cuda, reads_cache
+from .device import PLAIN, PRIORITY, TILE, is_cuda, reads_cache
+from .quantized import in_int8
 
 
 @triton.jit
@@ -22,6 +24,35 @@ def in_type_of(cache_ptr, x):
     """
     dtype: tl.constexpr = cache_ptr.dtype.element_ty
     return x.to(tl.float32).to(dtype) if dtype == tl.float8e4nv else x
+
+
+@triton.jit
+def hadamard(x, P: tl.constexpr):
+    """x [M, N] f32 -> each P elements of a row times the Hadamard matrix, not normalised, with the
+    order of additions of reference/kv_cache.py. P is a power of two and divides N.
+    """
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    stride: tl.constexpr = P // 2
+    if stride:
+        pairs = tl.permute(tl.reshape(x, (M, N // P, 2, stride)), (0, 1, 3, 2))
+        first, second = tl.split(pairs)
+        pairs = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
+        return hadamard(tl.reshape(pairs, (M, N)), stride)
+    else:
+        return x
+
+
+@triton.jit
+def store_int8(x, cache_ptr, places, scale_places, column, SIZE: tl.constexpr):
+    """x [M, N] f32 -> its rows' integers from cache_ptr + places [M], its scales at scale_places
+    [M], both in bytes; negative places are not written.
+    """
+    numbers, scales = in_int8(x)
+    mask = (places >= 0)[:, None] & (column < SIZE)[None, :]
+    tl.store(cache_ptr + places[:, None] + column[None, :], numbers.to(tl.int8), mask=mask)
+    scale_ptrs = (cache_ptr + scale_places).to(tl.pointer_type(tl.float32))
+    tl.store(scale_ptrs, scales, mask=places >= 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -42,9 +73,11 @@ def reshape_and_cache_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    P: tl.constexpr,
 ):
     """A program handles ROWS rows; a row is one of the `heads` heads of one token. block_stride is
-    the distance between blocks of BLOCK_SIZE tokens in both caches.
+    the distance between blocks of BLOCK_SIZE tokens in both caches. int8 caches: ops.py says how a
+    block is laid out; P is the size of the Hadamard matrix.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = (row // heads).to(tl.int64), row % heads
@@ -54,15 +87,25 @@ def reshape_and_cache_kernel(
     key = tl.load(
         key_ptr + (token * key_stride + head * key_head_stride)[:, None] + column[None, :],
         mask=mask,
+        other=0.0,
     )
     value = tl.load(
         value_ptr + (token * value_stride + head * value_head_stride)[:, None] + column[None, :],
         mask=mask,
+        other=0.0,
     )
-    place = slot // BLOCK_SIZE * block_stride + (slot % BLOCK_SIZE * heads + head) * SIZE
-    place = place[:, None] + column[None, :]
-    tl.store(key_cache_ptr + place, in_type_of(key_cache_ptr, key), mask=mask)
-    tl.store(value_cache_ptr + place, in_type_of(value_cache_ptr, value), mask=mask)
+    block, offset = slot // BLOCK_SIZE * block_stride, slot % BLOCK_SIZE
+    place = block + (offset * heads + head) * SIZE
+    if key_cache_ptr.dtype.element_ty == tl.int8:
+        place = tl.where(slot >= 0, place, -1)
+        scale_place = block + BLOCK_SIZE * heads * SIZE + 4 * (head * BLOCK_SIZE + offset)
+        turned = hadamard(key.to(tl.float32), P)
+        store_int8(turned, key_cache_ptr, place, scale_place, column, SIZE)
+        store_int8(value.to(tl.float32), value_cache_ptr, place, scale_place, column, SIZE)
+    else:
+        place = place[:, None] + column[None, :]
+        tl.store(key_cache_ptr + place, in_type_of(key_cache_ptr, key), mask=mask)
+        tl.store(value_cache_ptr + place, in_type_of(value_cache_ptr, value), mask=mask)
 
 
 @register("reshape_and_cache", name="triton", predicate=reads_cache, priority=PRIORITY)
@@ -89,7 +132,60 @@ def reshape_and_cache(
         SIZE=size,
         BLOCK=block,
         ROWS=rows,
+        P=hadamard_size(size),
+        **PLAIN,
     )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def turn_kernel(
+    query_ptr,
+    out_ptr,
+    num_rows,
+    heads,
+    stride,
+    head_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    P: tl.constexpr,
+):
+    """A program turns ROWS rows; a row is one of the `heads` heads of one token. out is
+    contiguous.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token, head = (row // heads).to(tl.int64), row % heads
+    column = tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
+    x_ptrs = query_ptr + (token * stride + head * head_stride)[:, None] + column[None, :]
+    turned = hadamard(tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32), P) * (1.0 / P)
+    places = row.to(tl.int64)[:, None] * SIZE + column[None, :]
+    tl.store(out_ptr + places, turned.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def turned(query: Tensor) -> Tensor:
+    """query [T, NQ, D] -> [T, NQ, D], rounded to dtype: its product with the keys that an int8
+    cache holds is that of `query` with the keys turned back. For the Hadamard matrix H of size P,
+    q (H k) / P = (H q / P) k.
+    """
+    num_rows, heads, size = query.shape[0] * query.shape[1], query.shape[1], query.shape[2]
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    block = triton.next_power_of_2(size)
+    rows = max(1, TILE // block)
+    if num_rows:
+        turn_kernel[(triton.cdiv(num_rows, rows),)](
+            query,
+            out,
+            num_rows,
+            heads,
+            *query.stride()[:2],
+            SIZE=size,
+            BLOCK=block,
+            ROWS=rows,
+            P=hadamard_size(size),
+            **PLAIN,
+        )
+    return out
 
 
 @triton.jit

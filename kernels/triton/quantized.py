@@ -24,6 +24,24 @@ PACKED_AT_ONCE = 2**24  # weights; bounds what packing takes beside the result
 
 
 @triton.jit
+def in_int8(x):
+    """x [M, N] f32 -> integers of each row in +-127, as f32, and their scales [M]; NaN where a row
+    is not finite. reference/quantized.py states it. Callers do not contract multiply and add.
+    """
+    size = tl.abs(x)
+    # not of NaN either
+    is_finite = tl.sum((size < float("inf")).to(tl.int32), 1) == x.shape[1]
+    largest = tl.max(tl.where(size < float("inf"), size, 0.0), 1)
+    counts = is_finite & (largest > LEAST_NUMBER)
+    divisor = tl.where(counts, largest, 1.0)
+    factor = tl.where(counts, tl.div_rn(divisor * 0.0 + 127.0, divisor), 0.0)
+    scale = tl.where(counts, tl.div_rn(largest, largest * 0.0 + 127.0), 0.0)
+    scale = tl.where(is_finite, scale, float("nan"))
+    rounded = (tl.where(is_finite[:, None], x, 0.0) * factor[:, None] + ROUNDER) - ROUNDER
+    return tl.minimum(tl.maximum(rounded, -127.0), 127.0), scale
+
+
+@triton.jit
 def quantize_kernel(
     x_ptr,
     numbers_ptr,
@@ -43,16 +61,7 @@ def quantize_kernel(
     group = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     column = group[:, None] * G + tl.arange(0, G)[None, :]
     x = tl.load(x_ptr + token * x_stride + column, mask=column < SIZE, other=0.0).to(tl.float32)
-    size = tl.abs(x)
-    is_finite = tl.sum((size < float("inf")).to(tl.int32), 1) == G  # not of NaN either
-    largest = tl.max(tl.where(size < float("inf"), size, 0.0), 1)
-    counts = is_finite & (largest > LEAST_NUMBER)
-    divisor = tl.where(counts, largest, 1.0)
-    factor = tl.where(counts, tl.div_rn(divisor * 0.0 + 127.0, divisor), 0.0)
-    scale = tl.where(counts, tl.div_rn(largest, largest * 0.0 + 127.0), 0.0)
-    scale = tl.where(is_finite, scale, float("nan"))
-    rounded = (tl.where(is_finite[:, None], x, 0.0) * factor[:, None] + ROUNDER) - ROUNDER
-    rounded = tl.minimum(tl.maximum(rounded, -127.0), 127.0)
+    rounded, scale = in_int8(x)
     is_group = group < GROUPS
     places = numbers_ptr + token * (GROUPS * G) + column
     tl.store(places, rounded.to(tl.int8), mask=is_group[:, None])

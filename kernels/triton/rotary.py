@@ -9,13 +9,14 @@ Must not know: models, requests.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..registry import register
 from .device import PLAIN, PRIORITY, TILE, is_cuda, reads_cache
-from .kv_cache import in_type_of
+from .kv_cache import in_type_of, reshape_and_cache
 
 
 @triton.jit
@@ -412,6 +413,12 @@ def fused_qk_rope_reshape_and_cache(
     key_norm: Tensor | None,
     eps: float,
 ) -> None:
+    if key_cache.dtype == torch.int8:  # an integer needs the largest element of its head
+        key = key.clone()
+        norms = query_norm, key_norm
+        _launch(positions, query, key, None, cos_sin_cache, (None, None), None, norms, eps)
+        reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
+        return
     _launch(
         positions,
         query,

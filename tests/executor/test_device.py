@@ -206,14 +206,9 @@ def test_fp8_needs_a_gpu_that_converts_it(monkeypatch):
                 devices.select_kv_cache_dtype("fp8", torch.bfloat16, gpu)
 
 
-def test_int8_needs_a_cpu():
-    assert devices.select_kv_cache_dtype("int8", torch.bfloat16, torch.device("cpu")) == torch.int8
-    with pytest.raises(
-        InvalidParameterError,
-        match="kv_cache_dtype: int8 is served by the native kernels for CPUs; on a GPU use fp8 or "
-        "auto",
-    ):
-        devices.select_kv_cache_dtype("int8", torch.bfloat16, torch.device("cuda", 0))
+def test_int8_caches_are_for_cpus_and_gpus():
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        assert devices.select_kv_cache_dtype("int8", torch.bfloat16, device) == torch.int8
 
 
 def test_arrays_packed_for_one_copy():

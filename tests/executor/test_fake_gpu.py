@@ -95,7 +95,14 @@ def test_a_quantized_checkpoint_stays_packed(tmp_path: Path) -> None:
     assert plans[1].keeps_blocks and plans[1].weights_bytes == plans[0].weights_bytes
 
 
-def test_blocks_that_the_host_keeps() -> None:
+def test_a_cache_in_int8() -> None:
+    expected, _ = generate("cpu", kv_cache_dtype="int8")
+    with fake_gpu():
+        assert generate("cuda", kv_cache_dtype="int8")[0] == expected
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_blocks_that_the_host_keeps(kv_cache_dtype: str) -> None:
     """The second time, few of them are on the GPU."""
     prompts = [{"prompt_token_ids": [7 * i + j for j in range(32)]} for i in range(4)]
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False)
@@ -103,6 +110,7 @@ def test_blocks_that_the_host_keeps() -> None:
     def run(device: str, **settings: Any) -> tuple[list[Any], dict[str, int]]:
         sizes = {"max_model_len": 48, "block_size": 8, "num_gpu_blocks_override": 8}
         settings |= sizes | {"max_num_seqs": 1, "num_threads": 1, "dtype": "float32"}
+        settings |= {"kv_cache_dtype": kv_cache_dtype}
         with LLM("bundled", engine="inproc", device=device, **settings) as llm:
             answers = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
             tokens = [[one.outputs[0].token_ids for one in answer] for answer in answers]

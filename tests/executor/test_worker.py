@@ -95,8 +95,8 @@ def test_fp8_without_fast_kernels_is_refused_before_the_weights_are_read(tiny, t
 def test_int8_without_native_kernels_is_refused(tiny, tmp_path):
     shutil.copy(tiny("qwen3") / "config.json", tmp_path)
     message = (
-        r"kv_cache_dtype: int8 is served by the native CPU kernels for a head_dim that is a "
-        r"multiple of 16 .* use auto, or set kernels="
+        r"kv_cache_dtype: int8 is served by the native CPU kernels and those for NVIDIA GPUs for a "
+        r"head_dim that is a multiple of 16 .* use auto, or set kernels="
     )
     for arguments in ({}, {"cpu_isa": "none"}):  # heads of 24
         with pytest.raises(InvalidParameterError, match=message):

@@ -450,6 +450,47 @@ def test_int8_heads_are_rounded_to_nearest(dtype, implementation, head_dim):
         )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "implementation"), with_cache("reshape_and_cache", INT8), ids=label
+)
+def test_int8_heads_have_the_references_bytes(dtype, implementation):
+    """So blocks can move between engines, whatever device they compute on."""
+    store = next(
+        i.function for i in registry.implementations("reshape_and_cache") if i.name == "reference"
+    )
+    torch.manual_seed(12)
+    for head_dim in (48, 128):
+        key, value = torch.randn(2, 30, 3, head_dim).to(dtype)
+        slots = torch.randperm(40)[:30]
+        caches = torch.full((2, 2, 5, 8, 3, kv_cache_row(head_dim, INT8)), 77, dtype=INT8)
+        store(key, value, *caches[0], slots)
+        implementation.function(key, value, *caches[1], slots)
+        assert torch.equal(*caches)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "implementation"), with_cache("fused_qk_rope_reshape_and_cache", INT8), ids=label
+)
+def test_a_fused_store_into_int8_is_that_of_its_operations(dtype, implementation):
+    torch.manual_seed(13)
+    query, key, value = (torch.randn(9, heads, 32).to(dtype) for heads in (4, 2, 2))
+    weight, angles = torch.rand(32).to(dtype), torch.randn(20, 16)
+    caches = torch.full((2, 4, 4, 2, 36), 77, dtype=INT8)
+    positions, slots = torch.randperm(20)[:9], torch.randperm(16)[:9]
+    given = (positions, query.clone(), key.clone(), value, angles, *caches, slots)
+    implementation.function(*given, weight, weight, 1e-6)
+    op = "fused_qk_rope_reshape_and_cache"
+    reference = next(i.function for i in registry.implementations(op) if i.name == "reference")
+    others = torch.full_like(caches, 77)
+    given = (positions, query, key.clone(), value, angles, *others, slots)
+    reference(*given, weight, weight, 1e-6)
+    for cache, other in zip(caches, others):
+        (numbers, scales), (other_numbers, other_scales) = unpack(cache), unpack(other)
+        torch.testing.assert_close(scales, other_scales, rtol=2**-7, atol=0)
+        # an element of a norm in bf16 may round to its neighbour
+        assert (numbers - other_numbers).abs().max() <= (1 if dtype == torch.float32 else 8)
+
+
 @pytest.mark.parametrize("head_dim", [32, 80])
 @pytest.mark.parametrize(
     ("dtype", "implementation"), with_cache("paged_attention", INT8), ids=label

@@ -4,7 +4,7 @@ at a time without passing through registers.
 
 import pytest
 import torch
-from quire.kernels.ops import AttentionMetadata
+from quire.kernels.ops import AttentionMetadata, kv_cache_row
 from quire.kernels.triton.attention import attend
 from quire.tests.kernels.triton.budget import Budget, combinations, compile_launches, i32, i64
 
@@ -36,7 +36,9 @@ def call(
     query = torch.empty(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)[
         :, :num_heads
     ]
-    caches = torch.empty(2, 9, block_size, num_kv_heads, head_dim, dtype=cache_dtype or dtype)
+    cache_dtype = cache_dtype or dtype
+    row = kv_cache_row(head_dim, cache_dtype)
+    caches = torch.empty(2, 9, block_size, num_kv_heads, row, dtype=cache_dtype)
     starts, lengths, tables, slots = (
         i32(len(query_lens) + 1),
         i32(len(query_lens)),
@@ -70,6 +72,21 @@ def budget(
         contains=contains,
         archs=archs,
     )
+
+
+def int8_budgets(kind: str, registers: int, shared_kib: int) -> list[Budget]:
+    """Over int8 caches. The launch before attention turns the queries."""
+    return [
+        Budget(
+            f"{kind} {heads}, int8 cache",
+            call(kind, heads, cache_dtype=torch.int8),
+            registers,
+            shared_kib * 1024,
+            launches=2,
+            contains={arch: (*has, ASYNCHRONOUS) for arch, has in TENSOR_CORES[kind].items()},
+        )
+        for heads in (SEVEN_B, HALF_B)
+    ]
 
 
 # Decodes: at most 168 registers and 77 KiB, so that at least two programs share a multiprocessor,
@@ -114,6 +131,8 @@ OTHERS = [
     budget(
         "7B, fp8 cache", 232, 65, "prefill", SEVEN_B, cache_dtype=torch.float8_e4m3fn, archs=(90,)
     ),
+    *int8_budgets("decode", 248, 47),
+    *int8_budgets("prefill", 255, 66),
     budget("96", 168, 78, "decode", (32, 32, 96)),
     budget("96", 232, 97, "prefill", (32, 32, 96)),
     budget("256", 208, 90, "decode", (8, 4, 256)),

@@ -4,6 +4,7 @@ to the cache.
 
 import pytest
 import torch
+from quire.kernels.ops import kv_cache_row
 from quire.kernels.triton import activation, kv_cache, rotary, rows
 from quire.tests.kernels.triton.budget import Budget, bf16, combinations, f32, i32, i64
 
@@ -38,7 +39,8 @@ def store(
     _, key, value = bf16(64, num_heads + 2 * num_kv_heads, head_dim).split(
         (num_heads, num_kv_heads, num_kv_heads), 1
     )
-    caches = (torch.empty(9, 16, num_kv_heads, head_dim, dtype=cache_dtype) for _ in range(2))
+    row = kv_cache_row(head_dim, cache_dtype)
+    caches = (torch.empty(9, 16, num_kv_heads, row, dtype=cache_dtype) for _ in range(2))
     kv_cache.reshape_and_cache(key, value, *caches, i64(64))
 
 
@@ -72,6 +74,7 @@ BUDGETS = [
         contains=SATURATING,
         archs=(90,),
     ),
+    Budget("reshape_and_cache, int8", lambda: store(28, 4, 128, torch.int8), registers=80),
     Budget("copy_blocks", lambda: copy(4, 128), registers=56),
 ]
 

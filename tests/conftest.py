@@ -48,3 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     use_device(config.getoption("--device"))
+    if hasattr(config.option, "loadscopereorder"):  # pytest-xdist is installed
+        # It would begin with the files of most tests. The order is that of
+        # tests/kernels/native/conftest.py.
+        config.option.loadscopereorder = False

@@ -4,6 +4,7 @@ ones that it lacks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,9 +23,18 @@ NEEDS_LIBRARY = (
 COMPILE_TIMEOUT_S = 900  # for the test that waits for the emulated library
 
 
+def needs_emulation(item: pytest.Item) -> bool:
+    return "emulated_library" in getattr(item, "fixturenames", ())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests need the emulated library come last, since it is compiled beside the
+    others, and those with most tests first among them.
+    """
+    counts = Counter(item.path for item in items if needs_emulation(item))
+    items.sort(key=lambda item: (item.path in counts, -counts[item.path], item.path))
     for item in items:
-        if "emulated_library" in getattr(item, "fixturenames", ()):
+        if needs_emulation(item):
             item.add_marker(pytest.mark.timeout(COMPILE_TIMEOUT_S))
 
 
@@ -32,9 +42,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Begins to compile the emulated library, if a test of this run needs it."""
     if library is None or find_compiler() is None or session.config.option.collectonly:
         return
-    uses = [
-        item for item in session.items if "emulated_library" in getattr(item, "fixturenames", ())
-    ]
+    uses = [item for item in session.items if needs_emulation(item)]
     sets = {getattr(item, "callspec", None) and item.callspec.params.get("isa") for item in uses}
     if sets - set(library.isas):
         session.config.stash[EMULATED_DIRECTORY] = begin_emulated(session.config)

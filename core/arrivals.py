@@ -99,11 +99,12 @@ class Arrivals:
         """
         pull = self._pull(request) if self._pulls else None
         check = self._check_grammar(request, client_index)
-        ready = after_both(check, pull) if check and pull else check or pull
-        if ready is None:
+        if pull is not None:
+            check = after_both(check, pull)
+        if check is None:
             return self._enter(request, client_index)
         arrival = self._scheduler.reserve_arrivals(request.num_completions)
-        self.gate.add(request, client_index, arrival, ready)
+        self.gate.add(request, client_index, arrival, check, pull)
         self.admit_checked()
 
     def _pull(self, request: EngineCoreRequest) -> Future[None] | None:
@@ -232,6 +233,7 @@ class GatedRequest:
     client_index: int
     arrival: int  # its place in the scheduler's order
     check: Future
+    pull: Future | None = None  # of its blocks; the check waits for it
     # the time spent here is part of its time in the queue
     queued_time: float = field(default_factory=lambda: time.monotonic())
     # completions to abort as soon as the scheduler has them
@@ -255,10 +257,18 @@ class GatedRequest:
             return error
         return RuntimeError(f"its grammar could not be checked: {error}")
 
+    def leave(self) -> None:
+        """It waits no longer, so nothing is brought for it. Its check may be others', too."""
+        if self.pull is not None:
+            self.pull.cancel()
 
-def after_both(check: Future[None], pull: Future[None]) -> Future[None]:
-    """The result of `check`, once `pull` is done, too."""
+
+def after_both(check: Future[None] | None, pull: Future[None]) -> Future[None]:
+    """The result of `check`, if there is one, once `pull` is done or was cancelled, too."""
     both: Future[None] = Future()
+    if check is None:
+        pull.add_done_callback(lambda _: both.set_result(None))
+        return both
 
     def pass_on(_: Future[None]) -> None:
         error = RuntimeError("it was cancelled") if check.cancelled() else check.exception()
@@ -300,9 +310,15 @@ class GrammarGate:
         return iter(self.waiting.values())
 
     def add(
-        self, request: EngineCoreRequest, client_index: int, arrival: int, check: Future
+        self,
+        request: EngineCoreRequest,
+        client_index: int,
+        arrival: int,
+        check: Future,
+        pull: Future | None = None,
     ) -> None:
-        gated = GatedRequest(request, client_index, arrival, check)
+        """pull: what is cancelled when the request leaves before the check, which waits for it."""
+        gated = GatedRequest(request, client_index, arrival, check, pull)
         self.waiting[request.request_id] = gated
         if check.done():  # a known grammar: there is no wait to end
             self._ready.append(gated)
@@ -341,6 +357,7 @@ class GrammarGate:
         self._ready.clear()
         for gated in taken:
             del self.waiting[gated.request.request_id]
+            gated.leave()
         return taken
 
     def wait(self) -> None:
@@ -361,6 +378,7 @@ class GrammarGate:
             gated = self.waiting.get(request_id)
             if gated is not None and gated.client_index == client_index:
                 taken.append(self.waiting.pop(request_id))
+                gated.leave()
             elif gated is None:
                 parent = self.waiting.get(request_id.partition("_")[2])  # see child_request_id
                 if parent is not None and parent.client_index == client_index:
@@ -377,7 +395,7 @@ class GrammarGate:
             if gated.client_index == client_index
         ]
         for request_id in mine:
-            del self.waiting[request_id]
+            self.waiting.pop(request_id).leave()
         return len(mine)
 
     def is_used_by(self, client_index: int) -> bool:

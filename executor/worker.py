@@ -130,6 +130,7 @@ class Worker:
         self.tracer: StepTracer | None = None  # while steps are traced
         self._stopped_tracer: StepTracer | None = None  # by another runner: its steps are known
         self.offload: KVOffload | None = None
+        self._kept_shapes: tuple[int, list[Any]] = (0, [])  # see _shapes_of_store
         self._thread: ThreadPoolExecutor | None = None  # created by the first overlapped step
         # None: there is no model, as before it is loaded and while the weights sleep
         self._model: Model | None = None
@@ -606,8 +607,9 @@ class Worker:
         # the layers of a stage may keep nothing
         has_any = self.block_bytes or self._states
         if self.config.cache_config.kv_offloading_size and has_any:
+            self._kept_shapes = self._shapes_of_store()
             self.offload = KVOffload(
-                self._open_store(),
+                self._open_store(self._directory),
                 self._block_memory(),
                 self._finish_steps,
                 self.config.cache_config.kv_transfer_config,
@@ -631,7 +633,8 @@ class Worker:
         if self._thread is not None:
             self._thread.submit(lambda: None).result()
 
-    def _open_store(self) -> BlockStore:
+    def _shapes_of_store(self) -> tuple[int, list[Any]]:
+        """The bytes of a block that is kept, and what it consists of."""
         layers = self.attention_layers()  # also those of a drafting model
         shapes: list[Any] = [
             [layer.num_kv_heads, layer.head_dim, str(self.kv_cache_dtype)] for layer in layers
@@ -645,11 +648,17 @@ class Worker:
         rank = self.group.place
         if rank != (0, 1):
             shapes.append([self.group.size, self.group.stages.count, rank])
+        return block_bytes, shapes
+
+    def _open_store(self, directory: Path | None) -> BlockStore:
+        """The place for blocks that the weights in a directory compute."""
+        block_bytes, shapes = self._kept_shapes
         is_on_cpu = self.device.type == "cpu"
-        computed_by = str(self.cpu_isa) if is_on_cpu else devices.gpu_name(self.device)
-        identity = identity_of(self.config, self._directory, computed_by, shapes, __version__)
+        place = str(self.cpu_isa) if is_on_cpu else devices.gpu_name(self.device)
+        computed_by = f"{place} {self.ops}"
+        identity = identity_of(self.config, directory, computed_by, shapes, __version__)
         free_bytes = devices.free_bytes(torch.device("cpu")) // self.group.num_on_machine
-        return open_store(self.config, block_bytes, identity, free_bytes, rank)
+        return open_store(self.config, block_bytes, identity, free_bytes, self.group.place)
 
     # ------------------------------------------------------------ steps
 
@@ -897,8 +906,12 @@ class Worker:
         directory = Path(path)
         self._builder.check_same_architecture(directory)
         model = self._builder.build(directory, _report_nothing)
+        dense = self._dense
         if (pooling := self.config.model_config.pooling) is not None:
-            self._dense = load_dense(pooling.dense, directory)
+            dense = load_dense(pooling.dense, directory)
+        # what was kept means the old weights, so without another place for it nothing changes
+        store = None if self.offload is None else self._open_store(directory)
+        self._dense = dense
         self._stop_tracer()
         if self._model is not None:
             move_caches(self._model.attention_layers(), model.attention_layers())
@@ -906,6 +919,8 @@ class Worker:
                 self._states.bind(model.state_layers())
         self._directory = directory
         self._use_model(model)
+        if self.offload is not None and store is not None:
+            self.offload.use_store(store)
         if self._draft is None:
             self._draft = self._make_draft(_report_nothing)
         else:
@@ -917,8 +932,6 @@ class Worker:
             self._sections = self._make_sections()
             self._mover = self._make_block_mover()
             self._assemble()
-        if self.offload is not None:
-            self.offload.use_store(self._open_store())
         devices.release_memory()
 
     def shutdown(self) -> None:

@@ -46,7 +46,7 @@ class Transfers:
 
     num_blocks_pulled: int = 0
     num_bytes_pulled: int = 0
-    num_pulls_failed: int = 0
+    num_pulls_failed: int = 0  # prompts for which no engine sent all that it has
     num_blocks_sent: int = 0
     num_bytes_sent: int = 0
 
@@ -100,8 +100,8 @@ class BlockOffload(Protocol):
     def fetch(self, beginning: Beginning) -> Future[None] | None:
         """Begins to bring what other engines have of a prompt and this one has not, so that it is
         kept here. The future has its result, in another thread, when that is done or has failed, at
-        the latest after kv_transfer_config's timeout_s; it never raises. None: there is nothing to
-        wait for.
+        the latest after kv_transfer_config's timeout_s; it never raises. It can be cancelled: then
+        no more is brought. None: there is nothing to wait for.
         """
         ...
 
@@ -118,6 +118,12 @@ class BlockOffload(Protocol):
     def load(self, blocks: Sequence[tuple[int, bytes]]) -> bool:
         """Fills blocks of the cache (block id, name). Returns False if one cannot be loaded; what
         the blocks hold is not defined then.
+        """
+        ...
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """Those of these blocks that are kept were used just now; of these the first one leaves
+        first.
         """
         ...
 
@@ -144,7 +150,9 @@ class BlockOffload(Protocol):
         ...
 
     def remove(self, names: Sequence[bytes]) -> None:
-        """Forgets these blocks and states, if they are there."""
+        """Forgets these blocks and states, if they are there. They are not trusted: other engines
+        are not asked for them.
+        """
         ...
 
     def clear(self) -> None:

@@ -97,6 +97,11 @@ class FakeOffload:
         before, self._reported = self._reported, set(self.kept)
         return list(self._reported - before), list(before - self._reported)
 
+    def touch(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            if name in self.kept:
+                self.kept[name] = self.kept.pop(name)
+
     def remove(self, names: Sequence[bytes]) -> None:
         for name in names:
             self.kept.pop(name, None)

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from quire import LLM, EngineArgs, InvalidParameterError, LLMEngine, LoRARequest, SamplingParams
+from quire.executor import worker
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.ipc.kv_events import DISK, GPU, KVEventsConfig
 from quire.ipc.models.ranks import row_of
@@ -22,6 +23,7 @@ from quire.tests.client_forms import make_engine
 from quire.tests.kv_subscriber import Subscriber
 from quire.tests.lora_adapters import adapted_weights, random_pairs, write_peft
 from quire.tests.tiny_models import save_tiny_model
+from safetensors.torch import load_file, save_file
 
 BLOCK_SIZE, FEW_BLOCKS = 8, 26  # one sequence of 192 tokens
 SETTINGS = dict(
@@ -337,6 +339,31 @@ def test_new_weights_have_another_place(tmp_path):
             assert reloaded(engine) == found
             assert run(engine, prompts, at_once=1) == expected
             assert reloaded(engine) > found
+
+
+def test_without_a_place_for_new_weights_the_old_ones_stay(tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in Path(find_model_directory("bundled")).iterdir():
+        if file.is_file():
+            (other / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(other / "model.safetensors")
+    save_file({name: -one for name, one in tensors.items()}, other / "model.safetensors")
+    prompts = conversations(5, 2, turns=1)
+    with closing_engine(make_engine(**SETTINGS | LARGE, kv_offloading_size=0.01)) as engine:
+        expected = run(engine, prompts)
+
+        def refuse(*args: object) -> None:
+            raise InvalidParameterError("kv_offloading_path", "the disk is full")
+
+        with monkeypatch.context() as full:
+            full.setattr(worker, "open_store", refuse)
+            with pytest.raises(InvalidParameterError, match="the disk is full"):
+                engine.load_weights(str(other))
+        assert run(engine, prompts) == expected
+        assert run(engine, [[5, *one] for one in prompts]) != expected
+        engine.load_weights(str(other))
+        assert run(engine, prompts) != expected
 
 
 def test_an_engine_that_is_killed_finds_its_blocks(tmp_path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
 from hashlib import sha256
 from itertools import islice
@@ -53,6 +53,12 @@ class WatchedBlockPool(BlockPool):
         if self._offload is not None:
             self._offload.evict(block)
         return block
+
+    def free_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        released = list(blocks)
+        super().free_blocks(released)
+        if self._offload is not None:
+            self._offload.note_released(released)
 
     def uncache(self, block: KVCacheBlock) -> None:
         name = block.block_hash

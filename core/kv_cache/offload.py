@@ -37,6 +37,7 @@ class OffloadedBlocks:
         # these are not stored yet; their content is still there
         self._evicted: list[tuple[int, bytes]] = []
         self._evicted_states: list[tuple[int, bytes]] = []
+        self._released: list[bytes] = []  # names of blocks that requests do not hold any more
         self._of_adapters: set[bytes] = set()
         self._is_suspended = False
 
@@ -61,12 +62,23 @@ class OffloadedBlocks:
         """The cache does not have a block any more."""
         self._of_adapters.discard(key)
 
+    def note_released(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """A request holds these blocks no more; its tail first, which is to leave first. Where
+        blocks are stored when they are computed, they are stored from the head.
+        """
+        if self._is_shared:
+            self._released += filter(None, map(self._name_outside, blocks))
+
     def evict(self, block: KVCacheBlock) -> None:
         """The cache is about to use the block for something else."""
+        if (name := self._name_outside(block)) is not None:
+            self._evicted.append((block.block_id, name))
+
+    def _name_outside(self, block: KVCacheBlock) -> bytes | None:
+        """The name under which the block may be kept outside the cache."""
         key = block.block_hash
         is_parked = key is not None and len(key) > KEY_BYTES
-        if key is not None and not is_parked and key not in self._of_adapters:
-            self._evicted.append((block.block_id, name_of(key)))
+        return None if key is None or is_parked or key in self._of_adapters else name_of(key)
 
     def evict_state(self, place: int, name: bytes) -> None:
         """The place of a state that requests without adapters can start from is about to be used
@@ -83,6 +95,9 @@ class OffloadedBlocks:
         if self._evicted_states:
             self._place.store_states(self._evicted_states)
             self._evicted_states = []
+        if self._released:
+            self._place.touch(self._released)
+            self._released = []
         self._count()
 
     def _count(self) -> None:

@@ -28,7 +28,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple
@@ -373,12 +373,12 @@ class BlockStore:
         """Fills the buffers of the first blocks, up to the first that is not there or is damaged;
         returns their number. What the next buffers hold is not defined.
 
-        A damaged block is forgotten, which is logged.
+        A damaged block is forgotten, which is logged. Reading is no use of a block; see touch.
         """
         with self._locked() as is_usable:
             if not is_usable:
                 return 0
-            places: list[int] = []
+            num_read = 0
             for name, buffers in blocks:
                 place = self._places.get(name)
                 if place is None:
@@ -394,10 +394,17 @@ class BlockStore:
                     self._stamps[place] = 0
                     self._log_change(place, FREE)
                     break
-                places.append(place)
-            for place in reversed(places):  # a beginning is of use without its end
-                self._stamps[place] = self._tick()
-        return len(places)
+                num_read += 1
+        return num_read
+
+    def touch(self, names: Iterable[bytes]) -> None:
+        """Those of these blocks that are there are used now. The first of them leaves first."""
+        with self._locked() as is_usable:
+            if is_usable:
+                places = [self._places[name] for name in names if name in self._places]
+                first = int(self._counters[1]) + 1
+                self._stamps[places] = np.arange(first, first + len(places), dtype=np.uint64)
+                self._counters[1] += len(places)
 
     def _read_one(self, place: int, name: bytes, buffers: Buffers) -> str | None:
         """What is wrong with the block."""

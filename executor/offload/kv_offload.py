@@ -6,6 +6,7 @@ Must not know: requests, hashes, files.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -29,7 +30,21 @@ from .peers import BlockPuller, BlockSender
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-FORMAT = 1  # changes when kernels write other bits for the same tokens
+# what computes blocks: kernels, what calls them, and what the files of a model mean
+CODE = ("kernels", "executor", "ipc/models")
+CODE_SUFFIXES = frozenset({".py", ".h", ".inl", ".cpp"})
+
+
+@functools.cache
+def code_digest() -> str:
+    """Changes where the code may write other bits for the same tokens."""
+    root, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
+    for folder in CODE:
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in CODE_SUFFIXES:
+                digest.update(f"{path.relative_to(root)} {path.stat().st_size} ".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def identity_of(
@@ -42,7 +57,8 @@ def identity_of(
     """Returns 32 bytes for all that a block's content depends on beside its tokens: model, weights,
     types, kernels and layout.
 
-    `directory`: of the weights; None: random ones. computed_by: the instruction set, or the GPU.
+    `directory`: of the weights; None: random ones. computed_by: the instruction set, or the GPU,
+    and the kernels that were chosen.
     `shapes`: of each layer's page of a block, and of the parts of a state.
     """
     model, device = config.model_config, config.device_config
@@ -53,7 +69,7 @@ def identity_of(
             for path in weight_files(directory)
         ]
     facts = [
-        [FORMAT, version, str(torch.__version__), weights, model.hf_config],
+        [code_digest(), version, str(torch.__version__), weights, model.hf_config],
         [model.dtype, model.quantization, model.model_impl, config.cache_config.kv_cache_dtype],
         [computed_by, device.kernels, config.cache_config.block_size, shapes],
     ]
@@ -146,7 +162,13 @@ class KVOffload:
             memory.put(part[:count])
             if count < len(pairs):
                 return False
+        # a beginning is of use without its end
+        self._store.touch([name for _, name in reversed(blocks)])
         return True
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """Those of these blocks that are kept are used now; the first one leaves first."""
+        self._store.touch(names)
 
     def _parts(
         self, blocks: Sequence[tuple[int, bytes]]
@@ -181,6 +203,7 @@ class KVOffload:
         is_there = self._store.read(pieces) == len(pieces)
         if is_there:
             self._memory.put_state(place)
+            self._store.touch([piece for piece, _ in pieces])
         return is_there
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
@@ -195,10 +218,16 @@ class KVOffload:
         return added, [*removed, *gone]
 
     def remove(self, names: Sequence[bytes]) -> None:
-        """Forgets these blocks and states, if they are there."""
-        self._store.remove(names)
+        """Forgets these blocks and states, if they are there. Other engines are not asked for them
+        again.
+        """
+        lost = list(names)
         if self._memory.state_bytes:  # without its first piece a state is not found
-            self._store.remove([piece_name(name, 0) for name in names])
+            lost += [piece_name(name, 0) for name in names]
+        if self._puller is None:
+            self._store.remove(lost)
+        else:
+            self._puller.remove(lost)
 
     def clear(self) -> None:
         """Forgets all blocks and states, for every engine that uses them."""

@@ -12,8 +12,9 @@ Both ends have a thread that works between the network and the store of this eng
 for them. Blocks arrive in the store, where the engine finds them like those that it has evicted.
 The identity is that of a store (kv_offload.py): engines that would compute other bits are refused.
 
-A prompt waits at most as long as the settings say. A peer that did not answer in time, or that is
-not there, is left alone for a while, so that the next prompts do not wait for it.
+A prompt waits at most as long as the settings say. A peer that sends nothing in that time, or that
+is not there, is left alone for a while, so that the next prompts do not wait for it. One that sends
+slowly is not: what has arrived is of use.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ import msgspec
 import zmq
 
 from ...ipc.block_offload import Beginning, Transfers, name_in_group
-from ...ipc.errors import InvalidParameterError
+from ...ipc.errors import InvalidParameterError, QuireError
 from ...ipc.kv_transfer import OPTION, KVTransferConfig
-from ...ipc.listener import read_token
+from ...ipc.listener import listener_pid, read_token
+from ...ipc.socket_files import directory_lock
 from ...ipc.sockets import bind_to_engines, connect_to_engine, has_peer
 from .block_store import NAME_BYTES, BlockStore, checksum_of
-from .names import ALL, count_to_state, piece_name
+from .names import ALL, count_to_state, is_block, piece_name
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,8 @@ class BlockSender:
         self._config, self._store, self._transfers = config, store, transfers
         self._token = None if config.key_file is None else read_token(config.key_file, "key_file")
         path = Path(config.endpoint.removeprefix("ipc://"))
-        if config.endpoint.startswith("ipc://") and path.exists() and not path.is_socket():
+        self._path = path.absolute() if config.endpoint.startswith("ipc://") else None
+        if self._path is not None and path.exists() and not path.is_socket():
             raise InvalidParameterError(OPTION, f"endpoint: {path} exists and is no socket")
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="quire-kv-sender", daemon=True)
@@ -107,13 +110,22 @@ class BlockSender:
         has_warned = False
         while not self._is_closed.is_set():
             try:
-                return bind_to_engines(context, self._config.endpoint, self._token)
-            except zmq.ZMQError as error:
+                return self._bind_alone(context)
+            except (zmq.ZMQError, QuireError, OSError) as error:
                 if not has_warned:
                     logger.warning("cannot listen at %s yet: %s", self._config.endpoint, error)
                 has_warned = True
                 self._is_closed.wait(BIND_S)
         return None
+
+    def _bind_alone(self, context: zmq.Context) -> zmq.Socket:
+        """Raises QuireError if a living process has the address."""
+        if (path := self._path) is None:
+            return bind_to_engines(context, self._config.endpoint, self._token)
+        with directory_lock(path.parent):
+            if (pid := listener_pid(path)) is not None:  # ZMQ would take the file from it
+                raise QuireError(f"the process {pid} listens there")
+            return bind_to_engines(context, self._config.endpoint, self._token)
 
     def _serve(self, router: zmq.Socket) -> None:
         frames = router.recv_multipart(zmq.NOBLOCK)
@@ -135,12 +147,20 @@ class BlockSender:
             return [_encode(Answer(ask.number, is_refused=True))]
         if not ask.reads:
             kept = store.names()
-            return [_encode(Answer(ask.number, has=bytes(name in kept for name in ask.names)))]
+            has = bytes(name in kept for name in ask.names)
+            # they are read next; a beginning is of use without its end
+            store.touch([name for name in reversed(ask.names) if is_block(name)])
+            return [_encode(Answer(ask.number, has=has))]
         names = ask.names[: blocks_at_once(store)]
-        blocks = [bytearray(store.block_bytes) for _ in names]
-        pairs = [(name, [memoryview(block)]) for name, block in zip(names, blocks)]
-        del blocks[store.read(pairs) :]
-        checksums = [checksum_of(*pair) for pair in pairs[: len(blocks)]]
+        blocks: list[bytearray] = []
+        checksums: list[int] = []
+        for name in names:  # one by one, since a step that needs the store waits for a read
+            block = bytearray(store.block_bytes)
+            if not store.read([(name, [memoryview(block)])]):
+                break
+            blocks.append(block)
+            checksums.append(checksum_of(name, [memoryview(block)]))
+        store.touch([name for name in names if not is_block(name)])
         self._transfers.num_blocks_sent += len(blocks)
         self._transfers.num_bytes_sent += len(blocks) * store.block_bytes
         return [_encode(Answer(ask.number, checksums=checksums)), *blocks]
@@ -163,11 +183,20 @@ class PeerFailure(Exception):
     """A peer cannot be used; the text says why."""
 
 
+class LateAnswer(PeerFailure):
+    """The prompt can wait no longer."""
+
+
+class Unwanted(Exception):
+    """Nobody waits for a prompt's blocks any more."""
+
+
 class Plan(NamedTuple):
     """What is wanted of a peer."""
 
     num_blocks: int  # with which the prompt can start then
     names: list[bytes]
+    order: list[bytes]  # these and what is here of the rest; what is to leave first comes first
 
 
 class Pull(NamedTuple):
@@ -191,7 +220,7 @@ class Peer:
         except zmq.ZMQError as error:
             raise InvalidParameterError(OPTION, f"cannot connect to {address}: {error}") from None
         self._num_asked = 0
-        self.paused_until = 0.0
+        self.paused_until = self.heard_at = 0.0  # by time.monotonic(); heard: its last answer
 
     def ask(self, identity: bytes, names: list[bytes], deadline: float, *, reads: bool) -> int:
         """Returns the number of the message. Raises PeerFailure."""
@@ -208,13 +237,13 @@ class Peer:
         return self._num_asked
 
     def receive(
-        self, number: int, deadline: float, is_closed: threading.Event
+        self, number: int, deadline: float, is_over: Callable[[], bool]
     ) -> tuple[Answer, list[zmq.Frame]]:
-        """The answer to a message. Raises PeerFailure."""
-        while not is_closed.is_set():
+        """The answer to a message. Raises PeerFailure, and Unwanted once is_over()."""
+        while not is_over():
             wait_s = deadline - time.monotonic()
             if wait_s <= 0:
-                raise PeerFailure("it did not answer in time")
+                raise LateAnswer("it did not answer in time")
             if not self._socket.poll(int(min(wait_s, POLL_S) * 1000) + 1):
                 if not has_peer(self._socket):
                     raise PeerFailure("its connection was lost")
@@ -224,12 +253,13 @@ class Peer:
                 answer = msgspec.msgpack.decode(payload.buffer, type=Answer)
             except msgspec.MsgspecError as error:
                 raise PeerFailure(f"its answer is not valid: {error}") from None
+            self.heard_at = time.monotonic()
             if answer.number != number:  # to a prompt that did not wait for it
                 continue
             if answer.is_refused:
                 raise PeerFailure("it has another model, type, block size, kernels or version")
             return answer, blocks
-        raise PeerFailure("this engine ends")
+        raise Unwanted
 
     def pause(self) -> None:
         """It is not asked for a while."""
@@ -269,15 +299,36 @@ class BlockPuller:
         self._peers = [Peer(self._context, one, self._token) for one in config.peers]
         self._waiting: SimpleQueue[Pull | None] = SimpleQueue()
         self._is_closed = threading.Event()
+        self._distrusted: dict[bytes, None] = {}  # names that are not asked for
+        self._trust = threading.Lock()  # held while a block is kept, or is not trusted any more
+        self._is_small = False  # whether the log says so
         self._thread = threading.Thread(target=self._run, name="quire-kv-puller", daemon=True)
         self._thread.start()
+
+    def remove(self, names: Sequence[bytes]) -> None:
+        """Forgets blocks that a request that failed has computed or read. They do not come back
+        from another engine, which may have sent them.
+        """
+        with self._trust:
+            self._distrusted.update(dict.fromkeys(names))
+            while len(self._distrusted) > MOST_NAMES:
+                del self._distrusted[next(iter(self._distrusted))]
+            self._store().remove(names)
 
     def fetch(self, beginning: Beginning) -> Future[None] | None:
         """See BlockOffload."""
         store = self._store()
         if self._is_closed.is_set() or self._waiting.qsize() >= MOST_WAITING:
             return None
-        if not self._plan(beginning, store, ALL).names:  # this engine has all that there could be
+        plan = self._plan(beginning, store, ALL)
+        if plan.num_blocks < len(_most_digests(beginning)) and not self._is_small:
+            self._is_small = True
+            logger.warning(
+                "kv_offloading_size has room for %d blocks: of longer prompts other engines send "
+                "the beginning",
+                store.num_places,
+            )
+        if not plan.names:  # this engine has all that there could be
             return None
         done: Future[None] = Future()
         deadline = time.monotonic() + self._config.timeout_s
@@ -289,59 +340,78 @@ class BlockPuller:
             while (pull := self._waiting.get()) is not None:
                 try:
                     self._pull(pull)
+                except Unwanted:
+                    pass
                 except Exception:
                     self._transfers.num_pulls_failed += 1
                     logger.exception("KV blocks of a prompt could not be pulled")
-                pull.done.set_result(None)
+                if pull.done.set_running_or_notify_cancel():
+                    pull.done.set_result(None)
             for peer in self._peers:
                 peer.close()
 
     def _pull(self, pull: Pull) -> None:
-        """Brings what the peer has that has most."""
+        """Brings what the peer has that has most; if that fails, what the others have."""
         store, found = self._store(), []
-        usable = [peer for peer in self._peers if peer.paused_until <= time.monotonic()]
-        is_complete = len(usable) == len(self._peers)
-        for peer in usable:
-            left_s = pull.deadline - time.monotonic()
+        for peer in [peer for peer in self._peers if peer.paused_until <= time.monotonic()]:
+            begin = time.monotonic()
             try:
-                kept = self._look(peer, store, pull)
+                found.append((peer, self._look(peer, store, pull)))
             except PeerFailure as failure:
-                self._pause(peer, failure, left_s)
-                is_complete = False
-            else:
-                found.append((self._plan(pull.beginning, store, kept), peer))
-        found = [(plan, peer) for plan, peer in found if plan.names]
-        if found:
-            plan, peer = max(found, key=lambda one: one[0].num_blocks)
-            left_s = pull.deadline - time.monotonic()
+                self._pause(peer, failure, pull, begin)
+        is_complete = bool(found)
+        while found:
+            plans = [self._plan(pull.beginning, store, kept) for _, kept in found]
+            index = max(range(len(plans)), key=lambda one: plans[one].num_blocks)
+            if not plans[index].names:
+                break
+            (peer, _), begin = found.pop(index), time.monotonic()
+            is_complete = False
             try:
-                is_complete &= self._read(peer, store, plan.names, pull.deadline)
+                is_complete = self._read(peer, store, plans[index], pull)
             except PeerFailure as failure:
-                self._pause(peer, failure, left_s)
-                is_complete = False
+                self._pause(peer, failure, pull, begin)
+            if is_complete:
+                break
         self._transfers.num_pulls_failed += not is_complete
 
-    def _pause(self, peer: Peer, failure: PeerFailure, left_s: float) -> None:
-        """Leaves a peer alone that had a fair time, `left_s`. Others, or the prompts before, may
-        have taken a prompt's time.
+    def _is_over(self, pull: Pull) -> bool:
+        return self._is_closed.is_set() or pull.done.cancelled()
+
+    def _pause(self, peer: Peer, failure: PeerFailure, pull: Pull, begin: float) -> None:
+        """Leaves a peer alone that had a fair time from `begin` on. Others, or the prompts before,
+        may have taken a prompt's time. One that has sent something meanwhile is slow, or has a slow
+        network.
         """
-        if left_s < self._config.timeout_s / 2:
+        is_sending = isinstance(failure, LateAnswer) and peer.heard_at > begin
+        if is_sending or pull.deadline - begin < self._config.timeout_s / 2:
             return
         peer.pause()
-        if not self._is_closed.is_set():
-            logger.warning(
-                "no KV blocks from %s for %.0f s, prompts are computed: %s",
-                peer.address,
-                PAUSE_S,
-                failure,
-            )
+        logger.warning(
+            "no KV blocks from %s for %.0f s, prompts are computed: %s",
+            peer.address,
+            PAUSE_S,
+            failure,
+        )
 
     def _plan(self, beginning: Beginning, store: BlockStore, there: Container[bytes]) -> Plan:
         """What a prompt needs of a peer that has the blocks, and the first pieces of the states,
-        `there`.
+        `there`; of a prompt that is longer than the store, its beginning.
         """
+        num_groups, count = len(beginning.layout.windows), len(_most_digests(beginning))
+        while count > 0 and self._num_pieces <= store.num_places:
+            plan = self._plan_of(beginning, count, store, there)
+            if (excess := len(plan.order) - store.num_places) <= 0:
+                return plan
+            count = min(count, plan.num_blocks) - -(-excess // num_groups)
+        return Plan(0, [], [])
+
+    def _plan_of(
+        self, beginning: Beginning, most: int, store: BlockStore, there: Container[bytes]
+    ) -> Plan:
+        """The same, for the first `most` blocks, whatever room there is."""
         layout, cached, kept = beginning.layout, beginning.cached, store.names()
-        digests = _most_digests(beginning)
+        digests = beginning.digests[:most]
         here = kept if self._has_blocks else ALL
 
         def is_here(group: int, index: int) -> bool:
@@ -362,14 +432,22 @@ class BlockPuller:
             before = max(own, count_to_state(there, begun, 1))
             has_state = before == own
             count = layout.longest_kept(before, is_missing)
+        order = []
         for index in range(count):
             for group, window in enumerate(layout.windows):
-                is_seen = index >= layout.first_seen(window, count * layout.block_size)
-                if is_seen and not is_here(group, index):
-                    names.append(name_in_group(digests[index], group))
-        if count and not has_state:
-            names += [piece_name(digests[count - 1], index) for index in range(pieces)]
-        return Plan(count, names if len(names) <= store.num_places else [])
+                if index < layout.first_seen(window, count * layout.block_size):
+                    continue
+                name = name_in_group(digests[index], group)
+                if not is_here(group, index):
+                    names.append(name)
+                if self._has_blocks and name not in cached:
+                    order.append(name)
+        order.reverse()  # a beginning is of use without its end
+        if count and pieces and count != beginning.num_to_state:
+            of_state = [piece_name(digests[count - 1], index) for index in range(pieces)]
+            names += [] if has_state else of_state
+            order += of_state
+        return Plan(count, names, order)
 
     def _look(self, peer: Peer, store: BlockStore, pull: Pull) -> Container[bytes]:
         """What the peer has. Raises PeerFailure."""
@@ -380,12 +458,21 @@ class BlockPuller:
         if self._num_pieces:
             names += [piece_name(one, 0) for one in digests]
         number = peer.ask(store.identity, names, pull.deadline, reads=False)
-        answer, _ = peer.receive(number, pull.deadline, self._is_closed)
-        return {name for name, is_there in zip(names, answer.has) if is_there}
+        answer, _ = peer.receive(number, pull.deadline, lambda: self._is_over(pull))
+        there = {name for name, is_there in zip(names, answer.has) if is_there}
+        with self._trust:
+            return there.difference(self._distrusted)
 
-    def _read(self, peer: Peer, store: BlockStore, names: list[bytes], deadline: float) -> bool:
-        """Keeps these blocks. Returns False if the peer has lost some. Raises PeerFailure."""
-        size = blocks_at_once(store)
+    def _read(self, peer: Peer, store: BlockStore, plan: Plan, pull: Pull) -> bool:
+        """Keeps blocks. Returns False if the peer has lost some. Raises PeerFailure, Unwanted."""
+        store.touch(plan.order)  # what is here is not to make room for what comes
+        try:
+            return self._keep(peer, store, plan.names, pull)
+        finally:
+            store.touch(plan.order)
+
+    def _keep(self, peer: Peer, store: BlockStore, names: list[bytes], pull: Pull) -> bool:
+        size, deadline = blocks_at_once(store), pull.deadline
         waiting = deque(names[begin : begin + size] for begin in range(0, len(names), size))
         asked: deque[tuple[int, list[bytes]]] = deque()
         while waiting or asked:
@@ -393,16 +480,21 @@ class BlockPuller:
                 some = waiting.popleft()
                 asked.append((peer.ask(store.identity, some, deadline, reads=True), some))
             number, some = asked.popleft()
-            answer, frames = peer.receive(number, deadline, self._is_closed)
-            blocks = [[frame.buffer] for frame in frames]
-            pairs = [*zip(some, blocks)]
-            is_whole = all(len(block) == store.block_bytes for [block] in blocks)
-            if not is_whole or [checksum_of(*pair) for pair in pairs] != answer.checksums:
-                raise PeerFailure("blocks were damaged on their way")
-            store.write(pairs)
-            self._transfers.num_blocks_pulled += len(pairs)
-            self._transfers.num_bytes_pulled += len(pairs) * store.block_bytes
-            if len(pairs) < len(some):
+            answer, frames = peer.receive(number, deadline, lambda: self._is_over(pull))
+            if not len(frames) == len(answer.checksums) <= len(some):
+                raise PeerFailure("its answer is not valid")
+            for name, frame, checksum in zip(some, frames, answer.checksums):
+                block = [frame.buffer]
+                if len(frame.buffer) != store.block_bytes or checksum_of(name, block) != checksum:
+                    raise PeerFailure("blocks were damaged on their way")
+                # one by one, since a step that needs the store waits for a write
+                with self._trust:
+                    if name in self._distrusted:
+                        return False
+                    store.write([(name, block)])
+                self._transfers.num_blocks_pulled += 1
+                self._transfers.num_bytes_pulled += store.block_bytes
+            if len(frames) < len(some):
                 return False
         return True
 

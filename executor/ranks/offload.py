@@ -140,6 +140,10 @@ class RanksOffload:
         """See BlockOffload."""
         return not self._block_books or self._ask("load", list(blocks))
 
+    def touch(self, names: Sequence[bytes]) -> None:
+        """See BlockOffload."""
+        self._calls.submit(MoveBlocks("touch", [list(names)]), self.note)
+
     def load_state(self, place: int, name: bytes) -> bool:
         """See BlockOffload."""
         return self._ask("load_state", place, name)

@@ -110,7 +110,9 @@ class SharedLinks:
 
 
 # the methods of KVOffload that a MoveBlocks may name
-OFFLOAD_METHODS = frozenset({"store", "store_states", "load", "load_state", "remove", "clear"})
+OFFLOAD_METHODS = frozenset(
+    {"store", "store_states", "load", "load_state", "touch", "remove", "clear"}
+)
 
 
 class Rank:

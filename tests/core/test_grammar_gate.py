@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 import msgspec
 import pytest
-from quire.core.arrivals import GrammarGate
+from quire.core.arrivals import GrammarGate, after_both
 from quire.core.engine_core import EngineCore
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.frontend.clients.mp_client import MPClient
@@ -256,6 +256,26 @@ def test_a_sleeping_core_is_woken_by_the_end_of_a_check():
     gate.wait()
     assert woken.wait(60) and gate.has_checked()
     assert [gated.request.request_id for gated in gate.take()] == ["a"] and not gate
+
+
+@pytest.mark.parametrize("end", ["abort", "drop_client", "deadline"])
+@pytest.mark.parametrize("has_check", [False, True])
+def test_blocks_are_not_brought_for_a_request_that_leaves(end, has_check):
+    gate, pull, check = GrammarGate(lambda: None), Future(), Future()
+    ready = after_both(check if has_check else None, pull)
+    deadline = time.monotonic() - 1 if end == "deadline" else 0.0
+    gate.add(msgspec.structs.replace(request("a"), deadline=deadline), 0, 0, ready, pull)
+    if end == "deadline":
+        [late] = gate.take()
+        assert late.error is None
+    elif end == "abort":
+        assert [gated.request.request_id for gated in gate.abort(["a"], 0)] == ["a"]
+    else:
+        assert gate.drop_client(0) == 1
+    assert pull.cancelled() and not check.cancelled() and not gate
+    if has_check:
+        check.set_result(None)
+    assert ready.result(timeout=60) is None
 
 
 def test_integrity_check_detects_a_lost_request():

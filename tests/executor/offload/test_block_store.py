@@ -57,6 +57,7 @@ def read(store: BlockStore, *numbers: int) -> int:
     targets = [bytearray(BLOCK_BYTES) for _ in numbers]
     count = store.read([(name_of(n), buffers(t)) for n, t in zip(numbers, targets)])
     assert targets[:count] == [content_of(n) for n in numbers[:count]]
+    store.touch([name_of(n) for n in reversed(numbers[:count])])
     return count
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quire.executor.offload import kv_offload
 from quire.executor.offload.block_memory import HostMemory
 from quire.executor.offload.block_store import BlockStore
 from quire.executor.offload.kv_offload import KVOffload, identity_of
@@ -92,7 +93,7 @@ def test_a_model_without_attention_has_all_its_blocks() -> None:
     assert torch.equal(states[0], states[1])
 
 
-def test_an_identity_depends_on_all_that_changes_a_block(tmp_path):
+def test_an_identity_depends_on_all_that_changes_a_block(tmp_path, monkeypatch):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"weights")
     shapes = [[2, 64, "torch.bfloat16"]]
@@ -116,7 +117,24 @@ def test_an_identity_depends_on_all_that_changes_a_block(tmp_path):
     note(block_size=32)
     note(kernels={"rms_norm": "reference"})
     note(vocab_size=98)
+    with monkeypatch.context() as changed:
+        changed.setattr(kv_offload, "code_digest", lambda: "another kernel")
+        note()
     weights.write_bytes(b"others")
     note()
     same = identity_of(make_config(max_num_seqs=3, num_threads=2), tmp_path, "avx2", shapes, "1")
     assert same in found
+
+
+def test_every_file_that_computes_blocks_is_in_the_digest(tmp_path, monkeypatch):
+    for folder in (*kv_offload.CODE, "frontend"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").write_text("x = 1")
+    (tmp_path / "executor/offload").mkdir()
+    monkeypatch.setattr(kv_offload, "__file__", str(tmp_path / "executor/offload/kv_offload.py"))
+    found = []
+    for folder in ("", "frontend", *kv_offload.CODE):
+        if folder:
+            (tmp_path / folder / "a.py").write_text("x = 2")
+        found.append(kv_offload.code_digest.__wrapped__())
+    assert found[0] == found[1] and len(set(found)) == 1 + len(kv_offload.CODE)

@@ -83,8 +83,8 @@ class EngineCounters(msgspec.Struct):
     num_pulls_failed: Annotated[
         int,
         UNDER_ITS_NAME,
-        "Prompts of which another engine could not send what it has: it was refused, too slow, "
-        "gone, or sent damaged data. They were computed.",
+        "Prompts for which no other engine sent all that it has: they refused, were too slow or "
+        "gone, or sent damaged data. What was missing was computed.",
     ] = 0
     num_blocks_sent: Annotated[
         int, UNDER_ITS_NAME, "Blocks, and pieces of states, sent to other engines."

@@ -171,13 +171,14 @@ def test_of_a_prompt_that_is_longer_than_the_store_the_beginning_comes(address, 
 
 
 def test_one_of_several_producers_is_enough(address, monkeypatch):
-    monkeypatch.setattr(peers, "CONNECT_S", 0.05)
+    monkeypatch.setattr(peers, "CONNECT_S", 0.5)
     damaged = f"{address}2"
     with (
         closing(sender(address, make_store(4, [0, 1]))),
         scripted(damaged, lambda ask: [b"short"] * len(ask.names)),
         closing(Puller(make_store(8), address, f"{address}-gone", damaged)) as consumer,
     ):
+        wait_until(Path(address.removeprefix("ipc://")).exists)
         consumer.pull(prompt(4))  # the damaged one has most
         assert present(consumer.store) == [0, 1] and consumer.num_failed == 0
         consumer.pull(prompt(4))  # there are no more, and who has not answered may have had them

@@ -17,6 +17,7 @@ import math
 import os
 import queue
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -58,9 +59,9 @@ from ..ipc.messages import (
     UtilityCall,
     UtilityResult,
 )
-from ..ipc.process import STACKS_SIGNAL, SignalPipe, die_with_parent, read_key
+from ..ipc.process import LEAVE_SIGNAL, STACKS_SIGNAL, SignalPipe, die_with_parent, read_key
 from ..ipc.sockets import KEY_BYTES, MAX_DAEMON_SOCKETS, Wire, ipc_path, make_context
-from ..ipc.systemd import Notifier
+from ..ipc.systemd import NUM_BLOCKS, Notifier
 from .executor_import import begin_import
 
 if TYPE_CHECKING:
@@ -91,14 +92,15 @@ class EngineCoreProc:
         *,
         imports_early: bool = False,
         on_ready: Callable[[Ready], None] = lambda ready: None,
+        epoch: int = 0,
     ):
-        """input_, output: as of make_threads."""
+        """input_, output: as of make_threads. epoch: of a daemon; a child receives its own."""
         self.imports_early = imports_early
         self.input = input_
         self.output = output
         self.make_executor = make_executor
         self.config: EngineConfig | None = None
-        self.epoch = self.engine_index = 0
+        self.epoch, self.engine_index = epoch, 0
         self.core: EngineCore | None = None
         self.clients: set[int] = set()
         self.num_open_calls: Counter[int] = Counter()  # utilities not yet answered, by client
@@ -121,6 +123,8 @@ class EngineCoreProc:
         (after telling the clients); later errors end in EngineDead and exit code 1.
         """
         self.config, self.is_daemon = config, config is not None
+        if config is not None:
+            self.engine_index = config.device_config.data_parallel_rank
         self.output.start()
         self.input.start()
         try:
@@ -191,7 +195,7 @@ class EngineCoreProc:
         core.executor.watch(lambda cause: put(events.Fatal(RuntimeError(cause), "a rank failed")))
         self._send_to_all(core.ready)
         self.on_ready(core.ready)
-        self.notifier.ready()
+        self.notifier.ready(**{NUM_BLOCKS: core.ready.num_blocks})
 
     def _count_transport(self) -> dict[str, int]:
         stats = TransportStats(
@@ -434,20 +438,34 @@ def run_child(
 
 
 def run_daemon(
-    address: str, config: EngineConfig, make_executor=None, *, replaces: bool = False
+    address: str,
+    config: EngineConfig,
+    make_executor=None,
+    *,
+    replaces: bool = False,
+    listener_fd: int | None = None,
+    epoch: int = 0,
 ) -> int:
     """Serves programs that attach at `address` ("ipc://PATH") until SIGTERM, then finishes running
     requests. `replaces`: when it is ready, it takes the address over from the daemon there.
+
+    listener_fd: a listener at this address that the parent has bound. Such a daemon belongs to its
+    parent, so it ends at LEAVE_SIGNAL only.
 
     Main thread only. Returns the exit code: 0 asked to exit, 1 failed (traceback on stderr), 2
     invalid address or configuration (a message on stderr). The frontend, which does not import
     core, starts it through ipc.process.exec_daemon.
     """
-    signals = SignalPipe(signal.SIGTERM, signal.SIGINT)
+    is_owned = listener_fd is not None
+    signals = SignalPipe(*((LEAVE_SIGNAL,) if is_owned else (signal.SIGTERM, signal.SIGINT)))
+    if is_owned:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise_descriptor_limit()
     context = make_context(MAX_DAEMON_SOCKETS)
     max_message_bytes = config.service_config.max_message_bytes
     try:
+        take_share(config.device_config)
         token_file = config.service_config.token_file
         token = None if token_file is None else read_token(token_file)
         input_, output = make_threads(context, max_message_bytes, signals, drops_slow_clients=True)
@@ -458,7 +476,9 @@ def run_daemon(
 
         path = ipc_path(address, "listen")
         must_take_over = replaces and listener_pid(path) is not None
-        if not must_take_over:
+        if listener_fd is not None:
+            input_.serve_listener(socket.socket(fileno=listener_fd), None, token)
+        elif not must_take_over:
             listen()
 
         def on_ready(ready: Ready) -> None:
@@ -471,7 +491,8 @@ def run_daemon(
                 flush=True,
             )
 
-        return EngineCoreProc(input_, output, make_executor, on_ready=on_ready).run(config)
+        process = EngineCoreProc(input_, output, make_executor, on_ready=on_ready, epoch=epoch)
+        return process.run(config)
     except QuireError as error:
         print(f"quire engine: {error}", file=sys.stderr)
         return 2
@@ -492,7 +513,7 @@ def main(
     """
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.parent_pid is not None:  # a daemon has none, unless it belongs to a group of servers
+    if args.parent_pid is not None:  # a daemon has none, unless it belongs to a group
         die_with_parent(args.parent_pid)
     configure_logging(args.log_level, args.log_format, args.log_model)
     # the stacks of all threads on stderr, also of a thread that holds the GIL
@@ -514,7 +535,14 @@ def main(
         config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     except msgspec.MsgspecError as error:
         parser.error(f"stdin must hold the configuration as JSON: {error}")
-    return run_daemon(args.listen, config, make_executor, replaces=args.replace)
+    return run_daemon(
+        args.listen,
+        config,
+        make_executor,
+        replaces=args.replace,
+        listener_fd=args.listener_fd,
+        epoch=args.epoch,
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -533,6 +561,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--connect", metavar="NAME", help="serve the parent, whose sockets have this name"
+    )
+    parser.add_argument("--listener-fd", type=int, help="a listener there, of the parent")
+    parser.add_argument(
+        "--epoch", type=int, default=0, help="of a daemon that takes another's place"
     )
     parser.add_argument("--parent-pid", type=int)
     parser.add_argument("--key-fd", type=int, help="a pipe from the parent, with its sockets' key")

@@ -50,7 +50,7 @@ from .messages import (
     UtilityCall,
     UtilityResult,
 )
-from .process import SignalPipe
+from .process import LEAVE_SIGNAL, SignalPipe
 from .socket_files import SocketFile
 from .sockets import Wire, connect_dealer, has_message, ipc_path, receive
 
@@ -192,13 +192,16 @@ class EngineInput:
         self._has_parent = True
         self.events.put(ClientJoined(self._add_client(wire), wire))
 
-    def serve_listener(self, listener: socket.socket, address: str, token: bytes | None) -> None:
+    def serve_listener(
+        self, listener: socket.socket, address: str | None, token: bytes | None
+    ) -> None:
         """Serves any number of clients, numbered as they attach.
 
-        listener, token: see ipc/listener.py.
+        listener, token: see ipc/listener.py. address: None if the listener's file belongs to
+        another process.
         """
         self._listener, self._token = listener, token
-        self._listener_file = SocketFile(ipc_path(address))
+        self._listener_file = None if address is None else SocketFile(ipc_path(address))
         self._num_own_descriptors = num_open_descriptors()
         self._watch(listener.fileno(), self._on_listener)
 
@@ -430,11 +433,13 @@ class EngineInput:
     def _close_listener(self) -> None:
         for connection in list(self._pending):
             self._drop_pending(connection)
-        if self._listener is not None and self._listener_file is not None:
-            self._unwatch(self._listener.fileno())
+        if self._listener is None:
+            return
+        self._unwatch(self._listener.fileno())
+        if self._listener_file is not None:
             self._listener_file.remove()
-            self._listener.close()
-            self._listener = None
+        self._listener.close()
+        self._listener = None
 
     # ------------------------------------------------------------ signals
 
@@ -451,7 +456,7 @@ class EngineInput:
         for number in numbers:
             if number == signal.SIGINT:
                 self._leave_at_once(128 + number)
-            elif number == signal.SIGTERM:
+            elif number in (signal.SIGTERM, LEAVE_SIGNAL):
                 self._num_leave_signals += 1
                 if self._num_leave_signals > 1:
                     self._leave_at_once(128 + number)

@@ -29,6 +29,9 @@ TAIL_BYTES = 4096  # of stderr, kept for the EngineDeadError
 TAIL_LINES = 12
 TERMINATE_TIMEOUT_S = 1.0
 STACKS_SIGNAL = signal.SIGUSR2  # makes an engine write the stacks of its threads to stderr
+# Makes an engine leave that belongs to a group. SIGTERM and SIGINT do not: a service manager sends
+# them to every process, and the engine is needed until those that use it have ended.
+LEAVE_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 # HF_TOKEN, OPENAI_API_KEY, QUIRE_API_KEY, OTEL_EXPORTER_OTLP_HEADERS; not QUIRE_TOKEN_FILE, a path
 _SECRET_NAME = re.compile(
@@ -40,19 +43,23 @@ _SECRET_IN_ADDRESS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def engine_command(
-    *, listen: str | None = None, replaces: bool = False, imports_early: bool = False
+    *,
+    listen: str | None = None,
+    replaces: bool = False,
+    imports_early: bool = False,
+    program: Sequence[str] | None = None,
 ) -> list[str]:
     """The command that runs an engine.
 
     `imports_early`: it imports what runs a model on a CPU, without other programs' code, before it
-    has a configuration.
+    has a configuration. `program`: another one that calls engine_proc.main.
 
     With `listen` ("ipc://PATH") it is a daemon, which reads its resolved EngineConfig as JSON from
     stdin. A child of MPClient gets its other arguments from EngineProcess. Without -P the current
     directory would come first on sys.path, and a directory there called `core` or `kernels` would
     hide a package.
     """
-    command = [sys.executable, "-P", "-m", "quire.core.engine_proc"]
+    command = [*(program or (sys.executable, "-P", "-m", "quire.core.engine_proc"))]
     if imports_early:
         command.append("--import-early")
     if replaces:

@@ -66,6 +66,11 @@ def ipc_path(address: str, parameter: str = "engine") -> Path:
     return absolute
 
 
+def replica_address(address: str, index: int) -> str:
+    """The address of one of a daemon's engines: the first one has the daemon's own."""
+    return f"{address}.{index}" if index else address
+
+
 # ---------------------------------------------------------------- names and keys
 
 

@@ -13,6 +13,7 @@ import socket
 import time
 from pathlib import Path
 
+NUM_BLOCKS = "X_QUIRE_NUM_BLOCKS"  # a report of an engine: of its KV cache
 REPORTS = 10  # of a child in the time that one of its steps may take, at least
 
 
@@ -28,8 +29,10 @@ class Notifier:
         # When the next sign is due, by time.monotonic().
         self.due = time.monotonic() + self._interval_s
 
-    def ready(self) -> None:
-        self._send(b"READY=1")
+    def ready(self, **facts: object) -> None:
+        """`facts`: what else is reported; systemd ignores names that begin with X_."""
+        lines = ["READY=1", *(f"{name}={value}" for name, value in facts.items())]
+        self._send("\n".join(lines).encode())
 
     def works(self) -> None:
         """Call it between two steps, at the latest when it is `due`."""
@@ -50,18 +53,25 @@ class Notices:
     """What a child reports as it would to systemd, at a socket file of its own.
 
     `environment` are the variables that make it report. Once it is ready it reports often that it
-    works, if there is a `limit_s` for the time of one step.
+    works, if there is a `limit_s` for the time of one step. It may take `start_limit_s` to be
+    ready.
     """
 
-    def __init__(self, path: Path, limit_s: float | None = None):
+    def __init__(self, path: Path, limit_s: float | None = None, start_limit_s: float = math.inf):
         self._path = path
+        self._start_until = time.monotonic() + start_limit_s
         self._limit_s = math.inf if limit_s is None else limit_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._socket.bind(str(path))
+        try:
+            self._socket.bind(str(path))
+        except OSError:
+            self._socket.close()
+            raise
         self.environment = {"NOTIFY_SOCKET": str(path)}
         if self._limit_s < math.inf:
             self.environment["WATCHDOG_USEC"] = str(round(self._limit_s / REPORTS * 1e6))
         self.is_ready = False
+        self.facts: dict[str, str] = {}  # what it has reported, by name
         self._heard = math.inf  # by time.monotonic()
 
     def fileno(self) -> int:
@@ -73,15 +83,19 @@ class Notices:
                 message = self._socket.recv(4096)
             except BlockingIOError:
                 return
-            self.is_ready |= message == b"READY=1"
+            lines = message.decode(errors="replace").splitlines()
+            self.facts |= dict(line.split("=", 1) for line in lines if "=" in line)
+            self.is_ready |= "READY" in self.facts
             self._heard = time.monotonic()
 
     @property
     def late_at(self) -> float:
         """When the child counts as hung, by time.monotonic(); inf if it is not watched."""
+        if not self.is_ready:
+            return self._start_until
         # a step may begin shortly before a report is due
         limit_s = self._limit_s * (1 + 1 / REPORTS)
-        return self._heard + limit_s if self.is_ready else math.inf
+        return self._heard + limit_s
 
     def close(self) -> None:
         self._socket.close()

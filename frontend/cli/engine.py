@@ -1,6 +1,7 @@
 """`quire engine`: loads a model once and serves it to every program that attaches at an address.
 
-Must not know: what the daemon does. This process turns into the daemon.
+Must not know: what the daemon does. This process turns into the daemon, or starts several engines
+and watches them.
 """
 
 from __future__ import annotations
@@ -50,20 +51,26 @@ def main(argv: list[str]) -> int:
     listen = getattr(args, "listen", None)
     if listen is None:
         parser.error("the following arguments are required: --listen")
+    from ..clients.replicas.start import daemon_configs
     from ..engine_args import EngineArgs
 
     with naming_sources(args.settings):
         engine_args = EngineArgs(**given(args, engine_flags()))
         config = engine_args.create_engine_config()
-        if (number := config.device_config.data_parallel_size) > 1:
-            raise InvalidParameterError(
-                "data_parallel_size", f"must be 1 for a daemon, which is one engine, got {number}"
-            )
+        configs = daemon_configs(config)
+        replaces = getattr(args, "replace", False)
+        if replaces and len(configs) > 1:
+            raise InvalidParameterError("replace", "needs data_parallel_size=1")
     print(f"quire engine: starting {engine_args.model} at {listen}", file=sys.stderr)
     if ignores_interrupts():
         print(f"quire engine: {INTERRUPTS_IGNORED}", file=sys.stderr)
     warn_if_too_large(engine_args, given(args, engine_flags()))
-    exec_daemon(listen, config, replaces=getattr(args, "replace", False))
+    if len(configs) == 1:
+        exec_daemon(listen, config, replaces=replaces)
+    from ..supervision.engine_daemon import run_daemon
+
+    with naming_sources(args.settings):
+        return run_daemon(configs, listen)
 
 
 def warn_if_too_large(engine_args: EngineArgs, arguments: dict[str, Any]) -> None:

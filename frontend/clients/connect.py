@@ -65,30 +65,34 @@ async def start_client(
     `config` is resolved. With an address it is not used; `client.ready.config` is the daemon's
     configuration. The client of another process replaces an engine that dies (SupervisedClient),
     unless the configuration says otherwise. `on_progress` is called while the engine starts. With
-    data_parallel_size there are several children (replicas/client.py).
+    data_parallel_size, of `config` or of the daemon, there are several (replicas/client.py).
     """
     _check(config, engine)
     if engine == "inproc":
         from .inproc_client import InprocClient
 
         return await InprocClient.start(config, on_progress)
+    if engine != "process":
+        from .replicas.attach import attach
+
+        return await attach(config, engine, on_progress)
     if config.device_config.data_parallel_size > 1:
         from .replicas.start import start_replicas
 
         return await start_replicas(config, on_progress)
     from .mp_client import MPClient
 
+    client = await MPClient.start(config, on_progress=on_progress)
     if not replaces_engines(config):
-        return await MPClient.start(config, engine, on_progress)
+        return client
     from ..supervision.supervised_client import SupervisedClient
 
-    client = await MPClient.start(config, engine, on_progress)
     try:
         if config.service_config.standby:
             from ..supervision.standby import check_memory
 
             check_memory(client)
-        return SupervisedClient(client, config, engine)
+        return SupervisedClient(client, config)
     except BaseException:
         await client.shutdown_async()
         raise
@@ -99,10 +103,10 @@ def _check(config: EngineConfig, engine: str) -> None:
     allow.
     """
     number = config.device_config.data_parallel_size
-    if number > 1 and engine != "process":
+    if number > 1 and engine == "inproc":
         raise InvalidParameterError(
             "data_parallel_size",
-            f"is for engines in child processes (engine='process'), got {number}",
+            f"is for engines in other processes (engine='process', or a daemon), got {number}",
         )
     if number > 1 and config.service_config.standby:
         raise InvalidParameterError(

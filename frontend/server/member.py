@@ -6,12 +6,14 @@ Must not know: routes, requests, the other processes.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import socket
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 
@@ -21,10 +23,13 @@ from ...ipc.log_format import FORMATS, configure_logging, log_level_of
 from ...ipc.process import die_with_parent, read_key
 from ...ipc.systemd import Notifier
 from ..engine_args import EngineArgs
-from .group import KEY, MemberSettings
+from ..supervision.children import KEY
+from .group import MemberSettings
 from .serving import EngineServer, allowed_connections
 from .state import ServerState
 from .totals import SharedTotals
+
+WAIT_INTERVAL_S = 0.02  # between two looks whether the engine is ready
 
 
 def main() -> int:
@@ -48,8 +53,18 @@ def main() -> int:
 
 class MemberServer(EngineServer):
     """Drains on SIGTERM. A service manager may send it to every process, as the first one does too,
-    so a second one changes nothing; the first process kills those that must end at once.
+    so a second one changes nothing; the first process kills those that must end at once. waits:
+    connections go to others until the engine is ready.
     """
+
+    def __init__(self, *args: Any, waits: bool, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._waits = waits
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        while self._waits and self.state.engine is None and not self.should_exit:
+            await asyncio.sleep(WAIT_INTERVAL_S)
+        await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
@@ -70,6 +85,7 @@ def serve_member(settings: MemberSettings) -> None:
         EngineArgs(**settings.arguments),
         settings.engine,
         on_ready=Notifier().ready,
+        waits=settings.waits,
     )
     server.run(sockets=[socket.socket(fileno=settings.listener_fd)])
     state.publish_totals()

@@ -30,6 +30,7 @@ from ...ipc.log_format import announce, configure_logging, log_level_of
 from ...ipc.process import INTERRUPTS_IGNORED, ignores_interrupts
 from ...ipc.socket_files import SocketFile, directory_lock
 from ..async_llm import AsyncLLM
+from ..clients.replicas.start import daemon_configs
 from ..engine_args import EngineArgs
 from .app import make_app
 from .config import ServerConfig, connections_within, most_files
@@ -101,24 +102,24 @@ def serve_several(
     check_certificate(config)
     ApiKeys(config)  # each process reads the keys; a mistake is found before they start
     own = config_of_members(config, given)
-    engine_config = None
-    if engine == "process":
-        engine_config = group_engine(args)
-    elif engine == "inproc":
+    if engine == "inproc":
         raise InvalidParameterError("engine", "must be process or a daemon's address")
-    arguments = {
-        name: value
-        for name, field in config_fields().items()
-        if (field.is_of_frontend or engine != "process")
-        and (value := getattr(args, name)) != field.default
-    }
+    if engine == "process" and args.standby:
+        raise InvalidParameterError("standby", "needs api_server_count=1")
     listener = open_port(config)
     socket_file = None if config.uds is None else SocketFile(Path(config.uds))
     name = args.served_model_name or args.model
-    tell(f"{shown_address(config, listener)} (loading {args.model})")
-    warn(config)
     try:
-        ServerGroup(own, engine_config, engine, arguments, listener, name).run(tell)
+        tell(f"{shown_address(config, listener)} (loading {args.model})")
+        warn(config)
+        engine_configs = group_engines(args) if engine == "process" else []
+        arguments = {
+            name: value
+            for name, field in config_fields().items()
+            if (field.is_of_frontend or engine != "process")
+            and (value := getattr(args, name)) != field.default
+        }
+        ServerGroup(own, engine_configs, engine, arguments, listener, name).run(tell)
     finally:
         listener.close()
         if socket_file is not None:
@@ -126,18 +127,13 @@ def serve_several(
     return 0
 
 
-def group_engine(args: EngineArgs) -> EngineConfig:
-    """Returns the configuration of the engine of several server processes. Raises
-    InvalidParameterError for an engine that cannot be a daemon.
+def group_engines(args: EngineArgs) -> list[EngineConfig]:
+    """Returns the configuration of each engine of several server processes, which share its
+    fairness between keys.
     """
-    engine_config = args.create_engine_config()
-    if engine_config.service_config.standby:
-        raise InvalidParameterError("standby", "needs api_server_count=1")
-    if (number := engine_config.device_config.data_parallel_size) > 1:
-        problem = f"must be 1 with several server processes (api_server_count), got {number}"
-        raise InvalidParameterError("data_parallel_size", problem)
-    scheduler = msgspec.structs.replace(engine_config.scheduler_config, owners_by_name=True)
-    return msgspec.structs.replace(engine_config, scheduler_config=scheduler)
+    config = args.create_engine_config()
+    scheduler = msgspec.structs.replace(config.scheduler_config, owners_by_name=True)
+    return daemon_configs(msgspec.structs.replace(config, scheduler_config=scheduler))
 
 
 def warn(config: ServerConfig) -> None:

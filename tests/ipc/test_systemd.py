@@ -27,7 +27,7 @@ def test_a_daemon_is_ready_and_works_while_it_is_idle(monkeypatch, tmp_path) -> 
         monkeypatch.setenv("NOTIFY_SOCKET", path)
         monkeypatch.setenv("WATCHDOG_USEC", "100000")
         with daemon(tmp_path, make_config()) as (_, process):
-            assert received.recv(100) == b"READY=1"
+            assert received.recv(100) == b"READY=1\nX_QUIRE_NUM_BLOCKS=257"
             assert [received.recv(100) for _ in range(3)] == [b"WATCHDOG=1"] * 3
             process.terminate()
             wait_until(lambda: process.poll() is not None)

@@ -111,6 +111,10 @@ class ReplicasClient(EngineClient):
         self._waves.on_report(report)
 
     @property
+    def is_shared(self) -> bool:  # type: ignore[override]
+        return self._replicas[0].client.is_shared
+
+    @property
     def num_bad_frames(self) -> int:
         return sum(replica.client.num_bad_frames for replica in self._replicas)
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 
@@ -61,6 +62,22 @@ def replica_configs(config: EngineConfig, directory: str = "") -> list[EngineCon
         )
         for rank in range(device.data_parallel_size)
     ]
+
+
+def daemon_configs(config: EngineConfig) -> list[EngineConfig]:
+    """Returns the configuration of each engine of a daemon, of one or several.
+
+    Raises InvalidParameterError for engines that need one program.
+    """
+    if config.device_config.data_parallel_size == 1:
+        return [config]
+    if shares_experts(config):
+        raise InvalidParameterError(
+            "enable_expert_parallel",
+            "needs one program over the engines, which keeps them in step: several programs or "
+            "server processes run engines that have all experts each",
+        )
+    return replica_configs(config)
 
 
 def _divided(device: DeviceConfig) -> list[list[int]]:
@@ -154,8 +171,8 @@ async def _start(
     journal: Journal | None = None,
     epoch: int = 0,
 ) -> ReplicasClient:
-    starts = [
-        asyncio.ensure_future(
+    opened = await open_all(
+        [
             open_connection(
                 own,
                 "process",
@@ -164,11 +181,23 @@ async def _start(
                 engine_index=rank,
                 command=command,
             )
-        )
-        for rank, own in enumerate(configs)
+            for rank, own in enumerate(configs)
+        ]
+    )
+    makers = [
+        partial(make_client, own, *connected, "process", command)
+        for own, connected in zip(configs, opened, strict=True)
     ]
+    return ReplicasClient(makers, opened[0][1], config, journal)
+
+
+async def open_all(
+    openings: Sequence[Coroutine[Any, Any, tuple[Connection, Ready]]],
+) -> list[tuple[Connection, Ready]]:
+    """Opens all at once. If that of one fails, the others are closed."""
+    starts = [asyncio.ensure_future(opening) for opening in openings]
     try:
-        opened = await asyncio.gather(*starts)
+        return await asyncio.gather(*starts)
     except BaseException:
         for start in starts:
             start.cancel()
@@ -176,23 +205,27 @@ async def _start(
             if not isinstance(started, BaseException):
                 await in_thread(started[0].close)
         raise
-    makers = [
-        partial(_make_client, own, *connected, command)
-        for own, connected in zip(configs, opened, strict=True)
-    ]
-    return ReplicasClient(makers, opened[0][1], config, journal)
 
 
-def _make_client(
+def make_client(
     config: EngineConfig,
     connection: Connection,
     ready: Ready,
+    engine: str,
     command: Sequence[str] | None,
     place: Place,
 ) -> EngineClient:
-    client = MPClient(config, connection, ready, journal=place.journal, on_wave=place.on_wave)
+    """Makes the client of one engine. engine, command: as in MPClient.start."""
+    client = MPClient(
+        config,
+        connection,
+        ready,
+        is_shared=engine != "process",
+        journal=place.journal,
+        on_wave=place.on_wave,
+    )
     if not replaces_engines(config) or shares_experts(config):
         return client
     return SupervisedClient(
-        client, config, command=command, hand_over=place.hand_over, restarts=place.restarts
+        client, config, engine, command=command, hand_over=place.hand_over, restarts=place.restarts
     )

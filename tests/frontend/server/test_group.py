@@ -37,7 +37,7 @@ def test_texts_counters_and_the_end(server: httpx.Client) -> None:
         urls = [client.base_url.join("/metrics")] * 4
         return {value for url in urls for value in count.findall(httpx.get(url).text)}
 
-    with running_server("--api-server-count", "2") as client:
+    with running_server("--api-server-count", "2", "-dp", "2") as client:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda _: ask(client), range(16)))
             assert {answer.json()["choices"][0]["text"] for answer in answers} == {expected}
@@ -47,7 +47,9 @@ def test_texts_counters_and_the_end(server: httpx.Client) -> None:
         answer = client.get("/v1/requests")
         assert answer.status_code == 400 and "one process" in answer.json()["error"]["message"]
         children = psutil.Process(client.process.pid).children(recursive=True)
-        [engine] = children_of(client, "core.engine_proc")
+        assert re.search(r'quire:replica_up\{engine="1".*\} 1', client.get("/metrics").text)
+        engine, other = children_of(client, "core.engine_proc")
+        assert other.cmdline()[5] == engine.cmdline()[5] + ".1"
         folder = Path(engine.cmdline()[engine.cmdline().index("--listen") + 1][6:]).parent
         assert folder.is_dir()
         client.process.send_signal(signal.SIGTERM)
@@ -104,7 +106,6 @@ def test_sums_keep_the_counts_of_the_dead(tmp_path: Path) -> None:
         (["--max-stored-responses", "5"], "max_stored_responses"),
         (["--engine", "inproc"], "engine"),
         (["--standby"], "standby"),
-        (["-dp", "2"], "data_parallel_size"),
         (["a=bundled", "b=bundled"], "api_server_count"),
     ],
 )

@@ -437,6 +437,15 @@ def run_child(
         context.term()
 
 
+def daemon_signals(*, is_owned: bool) -> SignalPipe:
+    """The signals at which a daemon leaves. is_owned: it belongs to its parent."""
+    if not is_owned:
+        return SignalPipe(signal.SIGTERM, signal.SIGINT)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return SignalPipe(LEAVE_SIGNAL)
+
+
 def run_daemon(
     address: str,
     config: EngineConfig,
@@ -456,11 +465,7 @@ def run_daemon(
     invalid address or configuration (a message on stderr). The frontend, which does not import
     core, starts it through ipc.process.exec_daemon.
     """
-    is_owned = listener_fd is not None
-    signals = SignalPipe(*((LEAVE_SIGNAL,) if is_owned else (signal.SIGTERM, signal.SIGINT)))
-    if is_owned:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signals = daemon_signals(is_owned=listener_fd is not None)
     raise_descriptor_limit()
     context = make_context(MAX_DAEMON_SOCKETS)
     max_message_bytes = config.service_config.max_message_bytes

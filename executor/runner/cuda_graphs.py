@@ -24,6 +24,7 @@ from ...ipc.platform_tuning import without_collections
 from ...kernels.ops import AttentionMetadata, ImageRows, StateRows, make_metadata
 from ...kernels.registry import OpTable
 from ..model import Forward, Model, padded, uncounted
+from ..program.fused_pass import FusedPass
 from ..program.step_program import OpByOp
 from .image_table import NO_ROW, no_images
 from .state_table import NO_STATE, no_states
@@ -74,8 +75,8 @@ class GraphedStep:
         the model reads images. other_steps: runs steps that have no graph here; None: operation by
         operation.
         """
-        self._run = OpByOp(model, ops)
-        self._other_steps = other_steps or self._run
+        self._run = FusedPass(model, ops)
+        self._other_steps = other_steps or OpByOp(model, ops)
         self._uncounted, self._padded = partial(uncounted, model), partial(padded, model)
         self._capture = capture
         self._sizes = graph_sizes(max_num_seqs)

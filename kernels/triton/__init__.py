@@ -18,6 +18,7 @@ if find_spec("triton") is not None:
         attention,
         attention_encoder,
         blocks,
+        few_rows,
         kv_cache,
         latent,
         linear,

@@ -12,7 +12,7 @@ from .device import PLAIN, PRIORITY, TILE, is_cuda
 
 
 @triton.jit
-def _activated(x, KIND: tl.constexpr):
+def activated(x, KIND: tl.constexpr):
     """x f32 -> the activation KIND of it, f32."""
     if KIND == "gelu":
         result = x * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
@@ -39,7 +39,7 @@ def activation_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
     x = tl.load(x_ptr + token * token_stride + column, mask=mask, other=0.0)
-    result = _activated(x.to(tl.float32), KIND).to(x.dtype)
+    result = activated(x.to(tl.float32), KIND).to(x.dtype)
     tl.store(out_ptr + token * SIZE + column, result, mask=mask)
 
 
@@ -56,7 +56,7 @@ def gate_kernel(
     gate_ptrs = x_ptr + token * token_stride + column
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + SIZE, mask=mask, other=0.0)
-    active = _activated(gate, KIND).to(up.dtype)
+    active = activated(gate, KIND).to(up.dtype)
     tl.store(
         out_ptr + token * SIZE + column,
         (active.to(tl.float32) * up.to(tl.float32)).to(up.dtype),

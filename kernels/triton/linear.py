@@ -1,4 +1,5 @@
-"""Multiplies by weights on a GPU with cuBLAS, through torch.
+"""Multiplies by weights on a GPU with cuBLAS, through torch. Few rows in a CUDA graph are
+multiplied together with the operations around the product (few_rows.py).
 
 Must not know: models, requests.
 """
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..registry import register
+from . import few_rows
 from .device import PRIORITY, is_cuda
 
 # cuBLAS may divide a long sum among programs. What they have is added in fp32, as in one program.
@@ -27,6 +29,7 @@ class PackedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.weight = weight  # [N, K]
         self.bias = bias
+        self._counters = few_rows.make_counters(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(self.weight) % ALIGNED and x.dtype != torch.float32:
@@ -41,6 +44,20 @@ class PackedLinear:
             return self(x)
         logits = torch.mm(x, self.weight.T, out_dtype=torch.float32)
         return logits if self.bias is None else logits.add_(self.bias)
+
+    def fuses(self, num_rows: int, *, has_norm: bool) -> bool:
+        """Whether `fused` computes so many rows faster than the operations one by one."""
+        return few_rows.is_for_few_rows(num_rows, self.weight, has_norm)
+
+    def fused(
+        self,
+        x: Tensor,
+        norm: tuple[Tensor, float] | None = None,
+        gate: str = "",
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """See few_rows.multiply."""
+        return few_rows.multiply(x, self.weight, self.bias, self._counters, norm, gate, residual)
 
 
 @register("pack_linear", name="cublas", predicate=is_cuda, priority=PRIORITY)

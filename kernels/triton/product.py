@@ -30,6 +30,25 @@ MIN_PIECE = 256  # elements of K: shorter pieces would cost more in stored sums 
 COLUMNS = 64  # of a tile of few rows; the pieces are counted for these tiles
 
 
+@triton.jit
+def add_pieces(total, sums_ptrs, piece_size, stored, counter, piece, NUM_PIECES: tl.constexpr):
+    """Stores the `piece` of a tile's sums [ROWS, COLUMNS] f32. The program that ends last, as
+    `counter` tells, adds all pieces in ascending order and returns (their sum, True).
+    """
+    tl.store(sums_ptrs + piece * piece_size, total, mask=stored)
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == NUM_PIECES - 1
+    if is_last:
+        total = tl.zeros_like(total)
+        for other in range(NUM_PIECES):
+            # .cg: see attention_decode
+            total += tl.load(
+                sums_ptrs + other * piece_size, mask=stored, other=0.0, cache_modifier=".cg"
+            )
+        tl.store(counter, 0)
+    return total, is_last
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def product_kernel(
     x_ptr,
@@ -77,20 +96,15 @@ def product_kernel(
             acc = tl.dot(x, weight, acc, input_precision="ieee")
         total += acc
     places = row.to(tl.int64)[:, None] * OUT + column[None, :]
+    is_last = True
     if IS_SHARED:
-        piece_size = num_rows.to(tl.int64) * OUT
-        tl.store(sums_ptr + first * piece_size + places, total, mask=stored)
         counter = counters_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        tl.debug_barrier()
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != NUM_PIECES - 1:
-            return
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for piece in range(NUM_PIECES):
-            # .cg: see attention_decode
-            total += tl.load(
-                sums_ptr + piece * piece_size + places, mask=stored, other=0.0, cache_modifier=".cg"
-            )
-        tl.store(counter, 0)
+        piece_size = num_rows.to(tl.int64) * OUT
+        total, is_last = add_pieces(
+            total, sums_ptr + places, piece_size, stored, counter, first, NUM_PIECES
+        )
+    if not is_last:
+        return
     if HAS_BIAS:
         total += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=stored)

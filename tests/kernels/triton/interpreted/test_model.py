@@ -75,6 +75,7 @@ def metadata(
 
 
 OWN = {
+    "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Qwen3ForCausalLM": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "GptOssForCausalLM": {
         "sliding_window": 5,

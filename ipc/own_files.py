@@ -28,6 +28,15 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
 
 
+def user_state() -> Path:
+    """Quire's folder for what is kept between runs, which may not exist yet: $XDG_STATE_HOME/quire,
+    or ~/.local/state/quire.
+    """
+    state = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    return base / "quire"
+
+
 class UntrustedFileError(OSError):
     """What lies at a path may be another's; the text says why."""
 

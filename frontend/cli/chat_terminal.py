@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ...ipc.own_files import user_state
 from .terminal import Dim
 
 if TYPE_CHECKING:
@@ -28,12 +29,8 @@ _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 
 
 def history_file() -> Path:
-    """Returns path in the user's state directory, following the XDG base directory
-    specification.
-    """
-    state = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
-    return base / "quire" / "chat_history"
+    """Returns the path in the user's state directory."""
+    return user_state() / "chat_history"
 
 
 def open_history(path: Path, notice: Any) -> History:

@@ -25,7 +25,7 @@ from .http.openapi import ApiRoute, description_routes
 from .http.sse import JsonAnswer
 from .models import Models
 from .request_body import LARGE_BODY
-from .routes import health, metrics, models, ollama_models, page
+from .routes import batches, files, health, message_batches, metrics, models, ollama_models, page
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,18 @@ POLLS = frozenset(
 CLIENT_LEFT = 499  # nginx's status for a closed connection; used in metrics only
 # What these routes show is kept in the memory of a process.
 OF_ONE_PROCESS = ("/v1/requests", "/v1/conversations", "/v1/responses/{")
-FAMILIES = (*OF_ONE_MODEL, health, metrics, models, ollama_models, page)  # as they are tried
+# As they are tried.
+FAMILIES = (
+    *OF_ONE_MODEL,
+    files,
+    batches,
+    message_batches,
+    health,
+    metrics,
+    models,
+    ollama_models,
+    page,
+)
 
 
 def make_app(state: ServerState, models: Models | None = None) -> App | CORSMiddleware:
@@ -160,6 +171,13 @@ class App:
             if "{" not in route.path
             for method in route.methods or ()
         }
+
+    def endpoint(self, method: str, path: str) -> Any:
+        """Returns the handler of a path without parameters. Raises ApiError 404."""
+        found = self._endpoints.get((method, path))
+        if found is None:
+            raise from_status(404, path[:200], method, self._paths.values())
+        return found
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":

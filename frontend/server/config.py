@@ -6,6 +6,8 @@ engine.
 
 from __future__ import annotations
 
+from hashlib import blake2b
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -19,6 +21,7 @@ from ...ipc.config import (
     aliases,
     section_fields,
 )
+from ...ipc.own_files import user_state
 
 Seconds = Annotated[float, Meta(gt=0)]
 SPARE_CONNECTIONS = 256  # at most; see `most_connections`
@@ -238,10 +241,41 @@ class ServerConfig(Section, frozen=True):
         "Maximum stored responses of /v1/responses; the oldest are evicted first, those of keys "
         "above an equal share before others.",
     ] = 1024
+    batch_dir: Annotated[
+        str | None,
+        "Folder of files and batches (/v1/files, /v1/batches, /v1/messages/batches). Default: one "
+        "for this port in the user's state directory.",
+    ] = None
+    max_file_bytes: Annotated[PositiveInt, "Maximum size of an uploaded file, in bytes."] = (
+        200 * 2**20
+    )
+    max_stored_file_bytes: Annotated[
+        NonNegativeInt,
+        "Maximum size of all files and batches on disk, in bytes; beyond it uploads receive 507 "
+        "and batches wait. 0: there are no files and batches.",
+    ] = 10 * 2**30
+    max_batch_requests: Annotated[
+        PositiveInt | None,
+        "Maximum lines of batches that are answered at once while no other request runs; while "
+        "others run, one is. Default: as many as the engine computes at once.",
+    ] = None
 
     def share(self, limit: int) -> int:
         """Returns the part of a limit of the whole server that one of its processes enforces."""
         return -(-limit // self.api_server_count)
+
+
+def batch_folder(config: ServerConfig) -> Path:
+    """Returns the folder of the server's files and batches. A server that is started again on the
+    same port or socket finds it again.
+    """
+    if config.batch_dir is not None:
+        return Path(config.batch_dir).expanduser()
+    name = f"port-{config.port}"
+    if config.uds is not None:
+        path = str(Path(config.uds).absolute())
+        name = f"socket-{blake2b(path.encode(), digest_size=8).hexdigest()}"
+    return user_state() / "batches" / name
 
 
 def server_fields() -> dict[str, ConfigField]:

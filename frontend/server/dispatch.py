@@ -34,13 +34,16 @@ from .pulls import Pulls
 from .request_body import read_body, receive_body
 from .routes import (
     admin,
+    batches,
     chat,
     cohere,
     completions,
     conversations,
     engine_trace,
     engine_view,
+    files,
     health,
+    message_batches,
     messages,
     metrics,
     ollama,
@@ -105,6 +108,9 @@ class Leased:
 def routes_of_models(front: ServerState, models: Models) -> list[ApiRoute]:
     """`front` is the state of the server itself, which has no engine."""
     own = [
+        *files.routes(front),
+        *batches.routes(front),
+        *message_batches.routes(front),
         *_health_routes(front, models),
         *metrics.routes_of_several(front, lambda: [s.state for s in models.slots.values()]),
         *_card_routes(front, models),

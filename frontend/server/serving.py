@@ -32,7 +32,8 @@ from ...ipc.socket_files import SocketFile, directory_lock
 from ..async_llm import AsyncLLM
 from ..clients.replicas.start import daemon_configs
 from ..engine_args import EngineArgs
-from .app import make_app
+from .app import App, make_app
+from .batch_runner import BatchRunner
 from .config import ServerConfig, connections_within, most_files
 from .group import ServerGroup, config_of_members
 from .http.acceptor import AcceptingServer
@@ -65,6 +66,7 @@ def serve(
     check_certificate(config)
     config = msgspec.structs.replace(config, max_connections=allowed_connections(config))
     listener = open_port(config)
+    config = with_port(config, listener)
     socket_file = None if config.uds is None else SocketFile(Path(config.uds))
     # This module logs the start and the end.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -107,6 +109,7 @@ def serve_several(
     if engine == "process" and args.standby:
         raise InvalidParameterError("standby", "needs api_server_count=1")
     listener = open_port(config)
+    own = with_port(own, listener)
     socket_file = None if config.uds is None else SocketFile(Path(config.uds))
     name = args.served_model_name or args.model
     try:
@@ -213,6 +216,13 @@ def open_port(config: ServerConfig) -> socket.socket:
     return listener
 
 
+def with_port(config: ServerConfig, listener: socket.socket) -> ServerConfig:
+    """Returns the settings with the port that the system has chosen for 0."""
+    if config.uds is not None:
+        return config
+    return msgspec.structs.replace(config, port=listener.getsockname()[1])
+
+
 def bind_socket_file(path: Path) -> socket.socket:
     """Listens before it lets go of the lock, so that another process sees it."""
     with directory_lock(path.absolute().parent):
@@ -256,6 +266,20 @@ def allowed_connections(config: ServerConfig) -> int:
     return most
 
 
+def runner_of(app: App, models: Models | None) -> BatchRunner:
+    """Returns what runs the batches of a server with one model, or with several."""
+    state = app.state
+
+    def states() -> list[ServerState]:
+        return [state] if models is None else [slot.state for slot in models.slots.values()]
+
+    def is_ready() -> bool:
+        return models is not None or state.engine is not None
+
+    check_model = state.check_model if models is None else models.find
+    return BatchRunner(app, state.server_config, state.files, states, check_model, is_ready)
+
+
 class EngineServer(AcceptingServer):
     """uvicorn with the lifecycle of the engine.
 
@@ -272,9 +296,10 @@ class EngineServer(AcceptingServer):
     ):
         """`on_ready` is called when the engine is ready; by default the user is told."""
         models = args if isinstance(args, Models) else None
+        app = make_app(state, models)
         super().__init__(
             uvicorn.Config(
-                make_app(state, models),
+                app,
                 loop="uvloop",
                 # The cast is needed: uvicorn calls `http` and accepts any number of seconds, but
                 # its annotations are narrower.
@@ -311,6 +336,8 @@ class EngineServer(AcceptingServer):
         self._on_ready = on_ready
         self._has_ended_engine = False
         self._ignores_interrupts = ignores_interrupts()
+        self._batches = runner_of(app if isinstance(app, App) else cast(App, app.app), models)
+        self._running_batches: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second one ends the process at once. uvicorn sets this
@@ -347,13 +374,22 @@ class EngineServer(AcceptingServer):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_hangup)
         loading = asyncio.create_task(self._load())
+        if self.state.server_config.max_stored_file_bytes:
+            self._running_batches = asyncio.create_task(self._batches.run())
         try:
             await super().serve(sockets)
         finally:
+            await self._end_batches()
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
             self._note_death()
             await self._end_engine()
+
+    async def _end_batches(self) -> None:
+        """Ends the lines that are being answered; a later server answers them again."""
+        if self._running_batches is not None:
+            self._running_batches.cancel()
+            await asyncio.gather(self._running_batches, return_exceptions=True)
 
     def _note_death(self) -> None:
         """Records the failure of an engine that was not shut down. One of several may fail."""
@@ -388,6 +424,7 @@ class EngineServer(AcceptingServer):
         connections, and closes open ones after their input has been read.
         """
         self._set_draining(self.failure is None)  # else its state says what is wrong
+        await self._end_batches()
         if self.models is not None:
             await self.models.drain()
         loop = asyncio.get_running_loop()

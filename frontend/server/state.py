@@ -24,9 +24,10 @@ from ...ipc.config import resolved
 from ...ipc.errors import EngineDeadError, InvalidParameterError
 from ..answer_format import AnswerFormat, detect
 from ..async_llm import AsyncLLM
+from ..batches.store import Store
 from ..text.chat_template import WITHOUT_TEMPLATE, template_traits
 from .admission import NUM_THREADS, Admission
-from .config import ServerConfig
+from .config import ServerConfig, batch_folder
 from .held_pixels import MAX_BYTES as MAX_PIXEL_BYTES
 from .held_pixels import HeldPixels
 from .http.auth import ApiKeys
@@ -132,6 +133,10 @@ class ServerState:
         if responses is None:
             responses = ResponseStore(server_config.max_stored_responses)
         self.responses = responses
+        # Of files and batches, which all models and processes of the server share.
+        self.files = Store(
+            batch_folder(server_config), server_config.max_stored_file_bytes, self.now
+        )
         self.running_ids: set[str] = set()  # of the engine's requests, waiting ones included
         if engine is not None:
             self.set_engine(engine)

@@ -11,7 +11,8 @@ server without keys, three headers are checked:
     Content-Type    text/plain or multipart/form-data, or a form from a browser    415
 
 A form (application/x-www-form-urlencoded) from another program is accepted: `curl -d` sends this
-type for any data. Requests without these headers come from programs other than browsers and pass.
+type for any data. So is multipart/form-data where files are uploaded. Requests without these
+headers come from programs other than browsers and pass.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 # A page can send these content types to another origin without a preflight request.
 PLAIN_TYPES = frozenset({b"text/plain", b"multipart/form-data"})
 FORM_TYPE = b"application/x-www-form-urlencoded"
+UPLOADS = {"/v1/files": b"multipart/form-data"}  # paths that take a form, and its type
 
 
 class CrossSite:
@@ -63,7 +65,7 @@ class CrossSite:
             )
         if is_exposed:
             self._check_origin(scope["method"], headers, host)
-            _check_type(headers)
+            _check_type(headers, scope["path"])
 
     def _find_host(self, host: bytes) -> bool:
         """Returns the pattern that matches the host. An IP address is always accepted: DNS
@@ -101,10 +103,11 @@ class CrossSite:
             )
 
 
-def _check_type(headers: dict[bytes, bytes]) -> None:
+def _check_type(headers: dict[bytes, bytes], path: str) -> None:
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     is_from_browser = b"origin" in headers or b"sec-fetch-site" in headers
-    if kind in PLAIN_TYPES or (kind == FORM_TYPE and is_from_browser):
+    is_form = kind in (FORM_TYPE, UPLOADS.get(path))
+    if (kind in PLAIN_TYPES or is_form) and (is_from_browser or not is_form):
         raise ApiError(
             415,
             f"The body must be sent as application/json, not {kind.decode()}.",

@@ -27,10 +27,12 @@ def verdict(
     allowed_hosts: tuple[str, ...] = (),
     allowed_origins: tuple[str, ...] = (),
     has_keys: bool = False,
+    path: str = "/v1/completions",
 ) -> str | None:
     """Return the code of the refusal, or None."""
     scope = {
         "method": method,
+        "path": path,
         "server": (server, 8000),
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
     }
@@ -144,6 +146,16 @@ def test_content_types(
     assert verdict(headers) == from_a_program
     assert verdict(headers | {"origin": "http://localhost:8000"}) == from_a_browser
     assert verdict(headers | {"sec-fetch-site": "same-origin"}) == from_a_browser
+
+
+def test_a_program_may_upload_a_file_and_a_page_may_not() -> None:
+    headers = OWN | {"content-type": "multipart/form-data; boundary=x"}
+    assert verdict(headers, path="/v1/files") is None
+    page = headers | {"sec-fetch-site": "same-origin"}
+    assert verdict(page, path="/v1/files") == "unsupported_media_type"
+    assert verdict(headers, path="/v1/files/1") == "unsupported_media_type"
+    plain = OWN | {"content-type": "text/plain"}
+    assert verdict(plain, path="/v1/files") == "unsupported_media_type"
 
 
 def test_no_page_can_use_a_server_without_keys() -> None:

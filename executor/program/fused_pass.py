@@ -289,7 +289,8 @@ def launch(calls: Sequence[Call], results: Sequence[Tensor]) -> tuple[Tensor, ..
         return whole.as_strided(value.shape, value.stride(), offset)
 
     for index, call in enumerate(calls):
-        function = call.function.fused if call.op == PRODUCT else call.function
+        function: Any = call.function
+        function = function.fused if call.op == PRODUCT else function
         result = function(*real(call.args), **{k: real(v) for k, v in call.kwargs.items()})
         found = result if isinstance(result, tuple) else (result,)
         for placeholder, tensor in zip(call.results, found):

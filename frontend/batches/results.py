@@ -127,7 +127,7 @@ class Results:
             if data := b"".join(line for *_, line, is_error in pending if is_error == number):
                 _write(self._files[number], data, lengths[number])
                 lengths[number] += len(data)
-        entry = msgspec.json.encode(Commit(*lengths, lines)) + b"\n"
+        entry = msgspec.json.encode(Commit(lengths[0], lengths[1], lines)) + b"\n"
         _write(self._files[2], entry, self._journal_bytes)
         self._output_bytes, self._error_bytes = lengths
         self._journal_bytes += len(entry)

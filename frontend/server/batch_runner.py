@@ -15,7 +15,8 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
 
 from starlette.requests import Request
 
@@ -119,7 +120,7 @@ class _Response:
         self.status = 0
         self.body = bytearray()
 
-    async def send(self, message: dict) -> None:
+    async def send(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
         else:

@@ -8,7 +8,13 @@ from __future__ import annotations
 import json
 import logging
 
+import torch
+
+from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
+from ..ipc.models.decoder_config import DecoderConfig
+from ..ipc.models.encoder_config import EncoderConfig
+from ..ipc.models.ranks import row_of
 from ..kernels import registry
 from .plugins import describe_module, is_of_plugin
 
@@ -19,6 +25,60 @@ SERVED_BY = {
     "int8": "the native CPU kernels and those for NVIDIA GPUs for a head_dim that is a multiple of "
     "16 up to 512, and they do not serve here; use auto",
 }
+
+# On a GPU, the kernels with which the bits of a row depend on that row and its context alone. Those
+# of the other operations are so anyway, see docs/kernels.md.
+INVARIANT_ON_A_GPU = {"pack_linear": "triton", "paged_attention": "triton_invariant"}
+
+
+def chosen_kernels(
+    config: EngineConfig, shape: DecoderConfig | EncoderConfig, device: torch.device
+) -> dict[str, str]:
+    """Returns the implementations that `kernels` names, and those that `batch_invariant` means.
+
+    Raises InvalidParameterError for what cannot be had with batch_invariant on a GPU.
+    """
+    kernels = config.device_config.kernels
+    if not config.device_config.batch_invariant or device.type != "cuda":
+        return kernels
+    for op, name in INVARIANT_ON_A_GPU.items():
+        if kernels.get(op, name) != name:
+            raise InvalidParameterError(
+                "batch_invariant", f'needs the kernel "{name}" for {op}, not "{kernels[op]}"'
+            )
+    if problem := _varies_on_a_gpu(config, shape):
+        raise InvalidParameterError("batch_invariant", f"must be False on a GPU {problem}")
+    return kernels | INVARIANT_ON_A_GPU
+
+
+def _varies_on_a_gpu(config: EngineConfig, shape: DecoderConfig | EncoderConfig) -> str:
+    if isinstance(shape, EncoderConfig) or shape.is_bidirectional:
+        return "with an encoder of texts, whose kernels have not been examined"
+    if shape.latent is not None:
+        return "with multi-head latent attention, which multiplies by cuBLAS"
+    if row_of(config.model_config)[0] is None:
+        return "with a model in transformers' code"
+    if config.model_config.vision is not None:
+        return "with an encoder of images, whose kernels have not been examined"
+    return ""
+
+
+def check_invariance(
+    config: EngineConfig, ops: registry.OpTable, shape: DecoderConfig | EncoderConfig
+) -> None:
+    """Raises InvalidParameterError if batch_invariant is set and kernels were chosen on a CPU whose
+    bits depend on other rows.
+    """
+    attention = "encoder_attention" if shape.is_bidirectional else "paged_attention"
+    if isinstance(shape, DecoderConfig) and shape.latent is not None:
+        attention = "latent_attention"
+    slow = [op for op in ("pack_linear", attention) if op not in ops.native]
+    if config.device_config.batch_invariant and slow:
+        raise InvalidParameterError(
+            "batch_invariant",
+            f"needs the native kernels on a CPU, and {' and '.join(slow)} would be computed by "
+            f"another one (the log says why)",
+        )
 
 
 def warn_of_slow_heads(head_dim: int, ops: registry.OpTable, overrides: dict[str, str]) -> None:

@@ -30,10 +30,12 @@ from . import device as devices
 from .groups.expert_group import ALL_EXPERTS, ExpertGroup
 from .groups.tensor_group import ALONE, TensorGroup
 from .kernel_choice import (
+    check_invariance,
     check_kv_cache_dtype,
     check_latent_cache,
     check_quantization,
     check_quantized_experts,
+    chosen_kernels,
     warn_of_slow_heads,
     warn_of_slow_latents,
     warn_of_unused_kernels,
@@ -66,7 +68,7 @@ def select_operations(
 
     Raises InvalidParameterError for an unknown kernel, and for what the chosen ones do not offer.
     """
-    kernels = config.device_config.kernels
+    kernels = chosen_kernels(config, shape, device)
     head_dim = max(shape.layer(index).head_dim for index in range(shape.num_hidden_layers))
     facts = {
         "head_dim": head_dim,
@@ -78,6 +80,8 @@ def select_operations(
     }
     ops = registry.select(device, dtype, kernels, **facts)
     check_results(ops)
+    if device.type == "cpu":
+        check_invariance(config, ops, shape)
     warn_of_unused_kernels(ops, kernels)
     check_quantization(config.model_config.quantization, ops, kernels)
     has_experts = shape.experts is not None

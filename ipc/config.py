@@ -410,6 +410,12 @@ class DeviceSettings(Section, frozen=True, kw_only=True):
         "use, divided by NUMA node.",
     ] = []
     enforce_eager: Annotated[bool, "Never capture CUDA graphs."] = False
+    batch_invariant: Annotated[
+        bool,
+        "Give each request the bits that it has alone, whatever runs beside it and however its "
+        "prompt is divided. On a CPU native kernels do so anyway; on a GPU it chooses kernels that "
+        "do.",
+    ] = False
     kernels: Annotated[
         dict[str, str],
         'Implementation by operation, e.g. {"rms_norm": "reference"}; the rest is chosen when the '

@@ -20,6 +20,8 @@ from torch import Tensor
 from ..ops import AttentionMetadata
 from ..registry import Facts, register
 from .attention_decode import MAX_PIECES, MIN_TILES, decode_kernel, merge_kernel
+from .attention_divided import divided_decode_kernel
+from .attention_pieces import SHARES, count_pieces, plan_kernel
 from .attention_prefill import prefill_kernel
 from .device import PRIORITY, architecture, num_multiprocessors, reads_cache
 from .kv_cache import turned
@@ -83,6 +85,25 @@ def paged_attention_in_two_launches(
     )
 
 
+@register(
+    "paged_attention", name="triton_invariant", predicate=has_triton_heads, priority=PRIORITY - 2
+)
+def invariant_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    later: Tensor | None = None,
+) -> Tensor:
+    """paged_attention, where a token has the same bits in any chunk of a prompt and as a decode."""
+    options = sliding_window, softcap, sinks, later
+    return attend(query, key_cache, value_cache, metadata, scale, *options, is_invariant=True)
+
+
 def attend(
     query: Tensor,
     key_cache: Tensor,
@@ -97,13 +118,16 @@ def attend(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     one_launch: bool = True,
+    is_invariant: bool = False,
     num_programs: int | None = None,
 ) -> Tensor:
     """paged_attention's contract, with these extensions.
 
     Caches in float8_e4m3fn (sm_89 or newer) hold keys and values divided by key_scale and
-    value_scale. softcap c > 0 replaces a logit x by c tanh(x / c). num_programs is the number of
-    programs per decode and KV head; if it is None, it is chosen to fill the GPU.
+    value_scale. softcap c > 0 replaces a logit x by c tanh(x / c). is_invariant: decodes and longer
+    queries have tiles of one shape, and both fold the same pieces. num_programs is the number of
+    programs per decode and KV head, or per KV head with is_invariant; if it is None, it is chosen
+    to fill the GPU.
     """
     if min(scale, key_scale, value_scale) <= 0:
         raise ValueError(
@@ -127,13 +151,17 @@ def attend(
     options["enable_fp_fusion"] = False
     options["SINKS"] = sinks is not None
     cache["sinks"] = query if sinks is None else sinks  # without SINKS it is not read
-    scale *= key_scale
-    if metadata.num_decodes:
-        _decode(
-            query, cache, metadata, (scale, value_scale), out, options, one_launch, num_programs
-        )
+    scales = scale * key_scale, value_scale
+    facts = options["GROUP"], options["BLOCK_D"], query.dtype, architecture()
+    in_int8 = key_cache.dtype == torch.int8
+    shape = (invariant_shape if is_invariant else prefill_shape)(*facts, in_int8)
+    if metadata.num_decodes and is_invariant:
+        _decode_divided(query, cache, metadata, scales, out, options | shape, num_programs)
+    elif metadata.num_decodes:
+        _decode(query, cache, metadata, scales, out, options, one_launch, num_programs)
     if metadata.num_decodes < len(metadata.query_lens):
-        _prefill(query, cache, metadata, (scale, value_scale), out, options, later)
+        shape["PIECES"] = is_invariant
+        _prefill(query, cache, metadata, scales, out, options | shape, later)
     return out
 
 
@@ -161,7 +189,7 @@ def _decode(
     )
     num_programs = num_programs or min(max_pieces, wanted)
     scalars, sums, counters = _states_once(
-        metadata, num_requests, query, num_kv_heads, options["BLOCK_D"], num_programs
+        metadata, query, num_kv_heads, options["BLOCK_D"], MAX_PIECES, num_programs
     )
     decode_kernel[num_requests, num_kv_heads, num_programs](
         query,
@@ -206,28 +234,54 @@ def _decode(
         )
 
 
+def _decode_divided(
+    query: Tensor,
+    cache: dict[str, Any],
+    metadata: AttentionMetadata,
+    scales: tuple[float, float],
+    out: Tensor,
+    shape: dict[str, Any],
+    num_programs: int | None,
+) -> None:
+    num_kv_heads = query.shape[1] // shape["GROUP"]
+    max_pieces = count_pieces(metadata.block_tables.shape[1] * shape["BLOCK_SIZE"])
+    if num_programs is None:
+        wanted = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(query.device)
+        most = metadata.num_decodes * max_pieces
+        num_programs = min(most, triton.cdiv(wanted, num_kv_heads))
+    states = _states_once(metadata, query, num_kv_heads, shape["BLOCK_D"], max_pieces, num_programs)
+    plan = _plan_once(metadata, num_programs, shape["TILE"], shape["WINDOW"])
+    divided_decode_kernel[num_programs, num_kv_heads](
+        query,
+        cache["key"],
+        cache["value"],
+        cache["sinks"],
+        metadata.block_tables,
+        metadata.seq_lens,
+        out,
+        *states,
+        plan,
+        *scales,
+        max_pieces,
+        metadata.block_tables.stride(0),
+        *query.stride()[:2],
+        *cache["strides"],
+        **shape,
+    )
+
+
 def _prefill(
     query: Tensor,
     cache: dict[str, Any],
     metadata: AttentionMetadata,
     scales: tuple[float, float],
     out: Tensor,
-    options: dict[str, Any],
+    shape: dict[str, Any],
     later: Tensor | None,
 ) -> None:
     """A decode sees no later token, since its own is the last of the context."""
-    shape = {
-        **options,
-        **prefill_shape(
-            options["GROUP"],
-            options["BLOCK_D"],
-            query.dtype,
-            architecture(),
-            cache["key"].dtype == torch.int8,
-        ),
-    }
-    work = _work_once(metadata, shape["ROWS"] // options["GROUP"], query.device)
-    prefill_kernel[query.shape[1] // options["GROUP"], len(work)](
+    work = _work_once(metadata, shape["ROWS"] // shape["GROUP"], query.device)
+    prefill_kernel[query.shape[1] // shape["GROUP"], len(work)](
         query,
         cache["key"],
         cache["value"],
@@ -315,15 +369,35 @@ def prefill_shape(
     }
 
 
+def invariant_shape(
+    group: int, block_d: int, dtype: torch.dtype, arch: int, in_int8: bool = False
+) -> dict[str, int]:
+    """The shape of decodes and of longer queries, where both have the same bits: what a thread has
+    of a row, and with that the order in which threads add, follows from it.
+
+    It has half the rows of a prompt's shape, since two sums of a row must fit the registers, and a
+    decode leaves most rows empty. Up to 128 elements these are the fewest that wgmma takes.
+    """
+    shape = prefill_shape(group, block_d, dtype, arch, in_int8)
+    shape["ROWS"] = max(16, shape["ROWS"] // 2, triton.next_power_of_2(group))
+    if dtype != torch.float32 and block_d <= 64:
+        shape["num_warps"] = 4
+    return shape
+
+
 # ---------------------------------------------------------------- once per step
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _states_once(
     metadata: AttentionMetadata,
-    num_requests: int,
     query: Tensor,
     num_kv_heads: int,
     block_d: int,
+    max_pieces: int,
     num_programs: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns buffers for the states of programs that share a request, and counters, which start at
@@ -332,17 +406,39 @@ def _states_once(
     Each layer's launch resets the counters to 0. A CUDA graph capture allocates its own buffers:
     those of the preceding run are freed with its metadata, and every replay must start from zeros.
     """
-    is_captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
-    key = ("triton decode", query.shape[1], num_kv_heads, block_d, num_programs > 1, is_captured)
+    is_captured = _is_captured(query)
+    sizes = query.shape[1], num_kv_heads, block_d, max_pieces
+    key = ("triton decode", *sizes, num_programs > 1, is_captured)
     if key not in metadata.scratch:
         # Otherwise the kernel takes the pointers but does not access them.
-        is_shared = num_programs > 1
-        places = (num_requests, query.shape[1], MAX_PIECES) if is_shared else (1,)
+        num_requests, is_shared = metadata.num_decodes, num_programs > 1
+        places = (num_requests, query.shape[1], max_pieces) if is_shared else (1,)
         scalars, sums = (
             query.new_empty((*places, size), dtype=torch.float32) for size in (2, block_d)
         )
         counters = query.new_empty((num_requests, num_kv_heads), dtype=torch.int32)
         metadata.scratch[key] = scalars, sums, counters.zero_() if is_shared else counters
+    return metadata.scratch[key]
+
+
+def _plan_once(metadata: AttentionMetadata, num_programs: int, tile: int, window: int) -> Tensor:
+    """Returns what each program of a KV head has of the decodes' pieces, as plan_kernel writes it.
+    The device makes it, from this step's lengths.
+    """
+    key = ("triton plan", num_programs, tile, window, _is_captured(metadata.seq_lens))
+    if key not in metadata.scratch:
+        plan = metadata.seq_lens.new_empty(num_programs + 1, 2)
+        plan_kernel[(triton.cdiv(num_programs + 1, SHARES),)](
+            metadata.seq_lens,
+            plan,
+            metadata.num_decodes,
+            num_programs,
+            REQUESTS=triton.next_power_of_2(metadata.num_decodes),
+            TILE=tile,
+            WINDOW=window,
+            SHARES=SHARES,
+        )
+        metadata.scratch[key] = plan
     return metadata.scratch[key]
 
 

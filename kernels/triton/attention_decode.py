@@ -107,9 +107,7 @@ def _fold(scalars_ptr, sums_ptr, states, in_group, first, stop, BLOCK_D: tl.cons
 
 
 @triton.jit
-def _store_state(
-    scalars_ptr, sums_ptr, state, in_group, largest, total, acc, BLOCK_D: tl.constexpr
-):
+def store_state(scalars_ptr, sums_ptr, state, in_group, largest, total, acc, BLOCK_D: tl.constexpr):
     tl.store(scalars_ptr + state * 2, largest, mask=in_group)
     tl.store(scalars_ptr + state * 2 + 1, total, mask=in_group)
     tl.store(
@@ -244,7 +242,7 @@ def decode_kernel(
                     fold_largest, fold_total, fold_acc, largest, total, acc
                 )
             else:
-                _store_state(
+                store_state(
                     scalars_ptr,
                     sums_ptr,
                     states + tile // piece_tiles,
@@ -266,7 +264,7 @@ def decode_kernel(
         )
         return
     if program == 0:
-        _store_state(
+        store_state(
             scalars_ptr,
             sums_ptr,
             states + share - 1,

@@ -7,16 +7,22 @@ A program handles a block of one request's query tokens and one KV head: the row
 are the tokens times the query heads that read the KV head. Hopper's wgmma needs at least 64 rows.
 Keys visible to all tokens of a block are not masked; the diagonal and the left edge of a sliding
 window are.
+
+With PIECES, a row's result is a fold over the pieces of its context (attention_pieces.py), as a
+decode's is: a row's state of a piece that it does not see is empty, and folding that changes no
+bit.
 """
 
 import triton
 import triton.language as tl
 
+from .attention_pieces import begins_piece
 from .attention_tile import (
     NOTHING,
     capped,
     first_scale,
     in_dtype,
+    merge,
     normalised,
     online_softmax,
     scaled,
@@ -39,17 +45,19 @@ def _attend(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    PIECES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Adds tiles first <= i < stop to the rows' state, which is returned: their largest score,
-    total and sums. rows and cache: as in prefill_kernel.
+    total and sums, and the same of the fold over earlier pieces. rows and cache: as in
+    prefill_kernel.
 
     MASKED: some keys may be hidden from some rows.
     """
     query, row_positions, row_lasts, scale = rows
     key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, table, length, strides = cache
     key_block_stride, key_slot_stride, value_block_stride, value_slot_stride = strides
-    largest, total, acc = state
+    largest, total, acc, fold = state
     columns = tl.arange(0, BLOCK_D)
     for tile in range(first, stop):
         positions = tile * TILE + tl.arange(0, TILE)
@@ -120,7 +128,13 @@ def _attend(
         largest, total, acc = online_softmax(
             scores, factor, in_dtype(values, query), largest, total, acc
         )
-    return largest, total, acc
+        if PIECES:
+            if begins_piece((tile + 1) * TILE):
+                fold_largest, fold_total, fold_acc = fold
+                fold = merge(fold_largest, fold_total, fold_acc, largest, total, acc)
+                largest = tl.full(largest.shape, NOTHING, tl.float32)
+                total, acc = tl.zeros_like(total), tl.zeros_like(acc)
+    return largest, total, acc, fold
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -156,6 +170,7 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    PIECES: tl.constexpr,
     LATER: tl.constexpr,
 ):
     """Grid (KV heads, work items).
@@ -204,7 +219,10 @@ def prefill_kernel(
     of_rows = query, row_positions, row_lasts, scale
     strides = key_block_stride, key_slot_stride, value_block_stride, value_slot_stride
     cache = key_ptr, value_ptr, key_scales_ptr, value_scales_ptr, table, length, strides
-    state = largest, total, acc
+    state = largest, total, acc, ()
+    if PIECES:  # the fold begins with the sinks, and each piece with nothing
+        empty = tl.full((ROWS,), NOTHING, tl.float32)
+        state = empty, tl.zeros((ROWS,), tl.float32), acc, (largest, total, acc)
     if WINDOW:
         full_first = tl.cdiv(tl.maximum(last_position + 1 - WINDOW, 0), TILE)
         first = tl.maximum(first_position + 1 - WINDOW, 0) // TILE
@@ -220,6 +238,7 @@ def prefill_kernel(
             TILE,
             WINDOW,
             SOFTCAP,
+            PIECES,
             True,
         )
     state = _attend(
@@ -234,6 +253,7 @@ def prefill_kernel(
         TILE,
         WINDOW,
         SOFTCAP,
+        PIECES,
         False,
     )
     first = tl.maximum(full_first, full_stop)
@@ -249,9 +269,13 @@ def prefill_kernel(
         TILE,
         WINDOW,
         SOFTCAP,
+        PIECES,
         True,
     )
-    largest, total, acc = state
+    largest, total, acc, fold = state
+    if PIECES:
+        fold_largest, fold_total, fold_acc = fold
+        largest, total, acc = merge(fold_largest, fold_total, fold_acc, largest, total, acc)
     out_ptrs = (
         out_ptr
         + ((start + tokens).to(tl.int64) * num_heads + heads)[:, None] * HEAD_DIM

@@ -117,3 +117,43 @@ def test_a_chunk_has_the_bits_of_the_whole():
             expected[start : start + size],
         )
         start += size
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "window"),
+    [
+        ((14, 2, 64), torch.bfloat16, 0),
+        ((28, 4, 128), torch.bfloat16, 0),
+        ((28, 4, 128), torch.float16, 300),
+        ((8, 4, 256), torch.bfloat16, 0),
+        ((8, 1, 512), torch.bfloat16, 0),
+        ((8, 4, 64), torch.float32, 0),
+    ],
+    ids=str,
+)
+def test_a_token_has_the_same_bits_in_a_prompt_and_as_a_decode(heads, dtype, window):
+    """Only a GPU can show it: the tensor cores' sums, and the order in which threads add a row, may
+    depend on the shape of a tile.
+    """
+    torch.manual_seed(4)
+    total, block_size = 1100, 16
+    query, keys, values, whole, scale = on_gpu(
+        attention_case([total], [total], heads, block_size, dtype)
+    )
+    options = {"sliding_window": window, "is_invariant": True}
+    expected = attend(query, keys, values, whole, scale, **options)
+    where = torch.tensor([0, 1, 63, 64, 255, 256, 257, 700, 1023, 1024, total - 1])
+    lengths = (where + 1).tolist()
+    decodes = make_metadata([1] * len(where), lengths, block_size, 70 * len(where))
+    names = ("query_start_loc", "seq_lens", "slot_mapping")
+    decodes = replace(
+        decodes,
+        **{name: getattr(decodes, name).cuda() for name in names},
+        block_tables=whole.block_tables.expand(len(where), -1).contiguous(),
+        scratch={},
+    )
+    for num_programs in (None, 1, 5):
+        result = attend(
+            query[where.cuda()], keys, values, decodes, scale, **options, num_programs=num_programs
+        )
+        assert torch.equal(result, expected[where.cuda()]), num_programs

@@ -89,6 +89,28 @@ def int8_budgets(kind: str, registers: int, shared_kib: int) -> list[Budget]:
     ]
 
 
+def invariant_budgets() -> list[Budget]:
+    """Two sums of a row leave room for one program per multiprocessor. The plan has few loads."""
+    options = {"is_invariant": True}
+    contains = (*TENSOR_CORES["prefill"][90], ASYNCHRONOUS)
+    return [
+        Budget(
+            f"{kind} 7B, invariant",
+            call(kind, SEVEN_B, **options),
+            255,
+            shared_kib * 1024,
+            launches,
+            wide_loads=launches == 1,
+            contains={90: (*contains, *more)},
+            archs=(90,),
+        )
+        for kind, shared_kib, launches, more in (
+            ("decode", 113, 2, (HAND_OVER,)),
+            ("prefill", 113, 1, ()),
+        )
+    ]
+
+
 # Decodes: at most 168 registers and 77 KiB, so that at least two programs share a multiprocessor,
 # each with two tiles in flight.
 BUDGETS = [
@@ -97,6 +119,7 @@ BUDGETS = [
         "0.5B, two launches", 128, 40, "decode", HALF_B, one_launch=False, launches=2, archs=(80,)
     ),
     budget("7B", 232, 97, "prefill", SEVEN_B),
+    *invariant_budgets(),
 ]
 OTHERS = [
     budget("7B", 168, 77, "decode", SEVEN_B, archs=(80,)),

@@ -4,6 +4,7 @@ decode, decode; the logits are the reference's.
 
 import pytest
 import torch
+from quire.executor.kernel_choice import INVARIANT_ON_A_GPU
 from quire.executor.loras import adapted_modules
 from quire.executor.models.decoder import Decoder
 from quire.executor.models.experts import MixtureOfExperts
@@ -32,16 +33,21 @@ SHAPE = {
 }
 
 
-def build(name: str, device: str, loras: LoRAConfig | None = None):
+def build(
+    name: str,
+    device: str,
+    loras: LoRAConfig | None = None,
+    kernels: dict[str, str] | None = None,
+):
     """Builds the model on tensors in host memory, with the operations of `device`. loras: the
-    layers take adapters.
+    layers take adapters. kernels: of the GPU, others than by default.
     """
     row = ARCHITECTURES[name]
     config = row.parse(SHAPE | OWN.get(name, {}))
     ops = registry.select(
         device,
         torch.float32,
-        {} if device == "cuda" else dict.fromkeys(registry.CONTRACTS, "reference"),
+        (kernels or {}) if device == "cuda" else dict.fromkeys(registry.CONTRACTS, "reference"),
         head_dim=16,
     )
     make = LayerFactory(ops, torch.float32, torch.device("cpu"), loras=loras)
@@ -117,3 +123,37 @@ def test_a_model_gives_the_references_logits(name):
     for mine, expected in zip(run(name, "cuda"), run(name, "cpu"), strict=True):
         assert mine.dtype == torch.float32
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def logits_of(name: str, *steps: tuple[list[int], list[int]]) -> list[torch.Tensor]:
+    """The logits of request 0, which has 24 tokens, in a model with the kernels of batch_invariant.
+    steps: the query lengths and context lengths of requests; request 1 has other tokens.
+    """
+    model, _ = build(name, "cuda", kernels=INVARIANT_ON_A_GPU)
+    tables = torch.tensor([[7, 2], [4, 1]], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(1)
+    token_ids = torch.randint(0, 100, (2, 24), generator=generator, dtype=torch.int32)
+    results = []
+    for query_lens, seq_lens in steps:
+        spans = zip(query_lens, seq_lens, strict=True)
+        tokens = torch.cat([token_ids[i, n - q : n] for i, (q, n) in enumerate(spans)])
+        positions, step = metadata(query_lens, seq_lens, tables[: len(query_lens)])
+        with reachable(experts_of(model)):
+            hidden = model(tokens, positions, step)
+        results.append(model.compute_logits(hidden[: query_lens[0]]))
+    return results
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen2ForCausalLM",
+        pytest.param("Qwen3ForCausalLM", marks=pytest.mark.slow),
+        pytest.param("GptOssForCausalLM", marks=pytest.mark.slow),
+    ],
+)
+def test_logits_have_the_same_bits_alone_beside_others_and_in_chunks(name, ordered_dots):
+    [whole] = logits_of(name, ([24], [24]))
+    chunks = ([17, 5], [17, 5]), ([1, 1], [18, 6]), ([5], [23]), ([1], [24])
+    assert torch.equal(torch.cat(logits_of(name, *chunks)), whole)

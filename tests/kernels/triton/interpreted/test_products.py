@@ -2,26 +2,9 @@
 among few rows and among many.
 """
 
-import numpy as np
 import pytest
 import torch
 from quire.kernels.triton import product
-from quire.tests.kernels.triton.guard import as_f32
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-
-@pytest.fixture
-def ordered_dots(monkeypatch):
-    """numpy's matrix products add in an order that depends on a row's place; these do not."""
-
-    def dot(self, a, b, total, *rest):
-        left, right = as_f32(a).data, as_f32(b).data
-        result = total.data.copy()
-        for k in range(left.shape[1]):
-            result += np.outer(left[:, k], right[k])
-        return TensorHandle(result, total.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -87,10 +87,17 @@ def test_wrong_cores_are_refused(nodes, cores, words) -> None:
         replica_configs(config(data_parallel_cores=cores))
 
 
-@pytest.mark.parametrize("engine", ["inproc", "ipc:///tmp/quire-nowhere.sock"])
-def test_only_child_processes_can_be_replicas(engine) -> None:
-    with pytest.raises(InvalidParameterError, match="data_parallel_size: is for engines in child"):
-        run_once(start_client(config(), engine))
+def test_engines_of_this_process_are_no_replicas() -> None:
+    with pytest.raises(InvalidParameterError, match="data_parallel_size: is for engines in other"):
+        run_once(start_client(config(), "inproc"))
+
+
+def test_replicas_of_a_daemon_that_does_not_listen() -> None:
+    with pytest.raises(EngineStartError, match="no engine listens at ipc:///tmp/quire-nowhere"):
+        run_once(start_client(config(), "ipc:///tmp/quire-nowhere.sock"))
+
+
+def test_replicas_have_no_standby() -> None:
     with pytest.raises(InvalidParameterError, match="standby: is for one engine"):
         run_once(start_client(config(standby=True)))
 

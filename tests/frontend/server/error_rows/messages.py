@@ -79,6 +79,15 @@ ROWS: Table = {
         ({}, 400, None, None, "Missing required parameter: 'messages'."),
     ],
     ("POST", M + "/batches"): [
-        ({}, 404, None, None, "Unknown route: POST /v1/messages/batches"),
+        ({}, 400, None, None, "Missing required parameter: 'requests'."),
+    ],
+    ("GET", M + "/batches/none"): [
+        (None, 404, None, None, "No batch found with id 'none'."),
+    ],
+    ("POST", M + "/batches/none/cancel"): [
+        ({}, 404, None, None, "No batch found with id 'none'."),
+    ],
+    ("GET", M + "/batches/none/results"): [
+        (None, 404, None, None, "No batch found with id 'none'."),
     ],
 }

@@ -221,4 +221,28 @@ ROWS: Table = {
             "This route changes the engine for all clients and is disabled",
         ),
     ],
+    ("GET", "/v1/files?order=up"): [
+        (None, 400, "order", "invalid_value", "'order' must be asc or desc."),
+    ],
+    ("GET", "/v1/files/none"): [
+        (None, 404, None, "not_found", "No such File object: none"),
+    ],
+    ("GET", "/v1/files/none/content"): [
+        (None, 404, None, "not_found", "No such File object: none"),
+    ],
+    ("POST", "/v1/batches"): [
+        (
+            {},
+            400,
+            "input_file_id",
+            "missing_required_parameter",
+            "Missing required parameter: 'input_file_id'.",
+        ),
+    ],
+    ("GET", "/v1/batches/none"): [
+        (None, 404, None, "not_found", "No batch found with id 'none'."),
+    ],
+    ("POST", "/v1/batches/none/cancel"): [
+        ({}, 404, None, "not_found", "No batch found with id 'none'."),
+    ],
 }

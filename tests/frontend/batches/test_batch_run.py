@@ -192,7 +192,14 @@ def test_batches_are_answered_in_turn(tmp_path: Path) -> None:
     order: list[str] = []
 
     async def run() -> None:
-        gate = Gate(lambda: 2)
+        places = 0  # until both have read their first line
+        gate = Gate(lambda: places)
+
+        async def open_gate() -> None:
+            nonlocal places
+            while len(gate._waiting) < 2:
+                await asyncio.sleep(0.001)
+            places = 2
 
         def asking(name: str) -> Callable[..., Any]:
             async def answer(asked: InputLine, request_id: str) -> Answer:
@@ -203,7 +210,7 @@ def test_batches_are_answered_in_turn(tmp_path: Path) -> None:
             return answer
 
         runs = [BatchRun(s, b, RULES, asking(str(i)), gate) for i, (s, b) in enumerate(both)]
-        await asyncio.gather(*(one.run() for one in runs))
+        await asyncio.gather(open_gate(), *(one.run() for one in runs))
 
     asyncio.run(run())
     together = "".join(order).strip("0").strip("1")  # the first may begin earlier

@@ -42,7 +42,7 @@ def test_what_is_accepted(models) -> None:
     device = msgspec.structs.replace(config.device_config, device="cuda")
     with pytest.raises(InvalidParameterError, match="cannot be used with device=cuda"):
         check_expert_parallel(msgspec.structs.replace(config, device_config=device))
-    with pytest.raises(InvalidParameterError, match="data_parallel_size: is for engines in child"):
+    with pytest.raises(InvalidParameterError, match="data_parallel_size: is for engines in other"):
         run_once(start_client(config, "inproc"))
 
 

@@ -327,6 +327,7 @@ def sample_tokens(
     min_p: Tensor | None,
     seeds: Tensor,
     positions: Tensor,
+    largest: Tensor | None = None,
 ) -> Tensor:
     """Samples one token per row of logits [B, V] fp32 -> [B] i64.
 
@@ -344,6 +345,9 @@ def sample_tokens(
     is Gumbel-max, the argmax of logits / temperature + random_gumbel(seed, position, token). It
     depends only on the row, not on its batch or the step. -inf logits are never sampled. A row with
     NaN gives an arbitrary token; other rows are not affected.
+
+    largest [B] i64: the tokens that argmax finds in these logits, if they are known; that changes
+    no token, and saves a pass over the logits on a GPU.
     """
 
 

@@ -246,7 +246,9 @@ class StepLauncher:
                 self._tables.parameters, slots
             )
             filters = filters if batch.filtered_slots else (None, None, None)
-            token_ids = self._ops.sample_tokens(logits, temperature, *filters, seeds, positions)
+            token_ids = self._ops.sample_tokens(
+                logits, temperature, *filters, seeds, positions, token_ids
+            )
         self._ops.append_sampled_tokens(
             self._tables.token_ids, slots, positions, token_ids, is_finite, results
         )

@@ -94,7 +94,7 @@ class PlainStep:
         if self._batch.draws(slots):
             parameters = self._columns.of(slots, logits.device)
             positions = torch.from_numpy(self._batch.num_tokens[slots]).to(logits.device)
-            largest = self.ops.sample_tokens(logits, *parameters, positions)
+            largest = self.ops.sample_tokens(logits, *parameters, positions, largest)
         token_ids = largest.numpy(force=True)
         self._batch.append_tokens(slots, token_ids)
         if len(slots) == inputs.metadata.num_decodes == num_rows:  # in the order of the step

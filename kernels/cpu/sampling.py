@@ -61,6 +61,7 @@ def sample_tokens(
     min_p: Tensor | None,
     seeds: Tensor,
     positions: Tensor,
+    largest: Tensor | None = None,
 ) -> Tensor:
     if top_k is None or top_p is None or min_p is None:
         top_k, top_p, min_p = no_filters(len(logits), logits.device)

@@ -29,6 +29,11 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
+def uniform_of(words):
+    return tl.minimum((words.to(tl.float32) + 0.5) * STEP, LARGEST_U)
+
+
+@triton.jit
 def uniform(start, seed, position, SIZE: tl.constexpr):
     """u [SIZE] of the tokens start, start + 1, ...; start is a multiple of 4.
 
@@ -42,7 +47,26 @@ def uniform(start, seed, position, SIZE: tl.constexpr):
         quads, zeros + low, zeros + high, zeros, zeros + seed_low, zeros + seed_high
     )
     words = tl.interleave(tl.interleave(c0, c2), tl.interleave(c1, c3))
-    return tl.minimum((words.to(tl.float32) + 0.5) * STEP, LARGEST_U)
+    return uniform_of(words)
+
+
+@triton.jit
+def uniform_at(token, seed, position):
+    """u of the tokens [SIZE] in any order, with four times the work of `uniform`."""
+    zeros = tl.zeros_like(token).to(tl.uint32)
+    low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
+    seed_low, seed_high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c0, c1, c2, c3 = philox4x32(
+        (token // 4).to(tl.uint32),
+        zeros + low,
+        zeros + high,
+        zeros,
+        zeros + seed_low,
+        zeros + seed_high,
+    )
+    place = token % 4
+    words = tl.where(place < 2, tl.where(place == 0, c0, c1), tl.where(place == 2, c2, c3))
+    return uniform_of(words)
 
 
 @triton.jit

@@ -2,15 +2,15 @@
 
 Must not know: the noise, the draw.
 
-There are three launches:
+There are two launches, of which the second also draws (sampling.py):
 
 1. tally_kernel counts tokens by their distance below the row's largest logit, in LEVELS steps of
    1/16, and sums their mass. The counts determine the levels that contain the last kept token. For
    top_k it is the level of the k-th token. For top_p it is where the mass of the remaining tokens
    passes 1 - top_p of the whole, computed once with the smallest and once with the largest weight
    that each level allows.
-2. list_kernel lists the tokens of these levels, mostly a few hundred, and sums what precedes them.
-3. find_last_kept_kernel searches the list with one program per row. It halves the range that
+2. list_tile lists the tokens of these levels, mostly a few hundred, and sums what precedes them.
+   The program of a row that ends last searches the list (find_last_kept). It halves the range that
    contains the last kept token, and narrows the range to tokens that exist.
 
 A row that would need more than CAPACITY listed tokens (nearly all logits within one or two steps)
@@ -22,13 +22,10 @@ Masses are sums of integers, exp(scaled) in fp64 in units of 2**-44, so that the
 does not matter and equal tokens have equal weight.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...ipc.errors import InvalidParameterError
-from .order import CHUNK, HIGHEST, LOWEST, TILE, first_of_row, load_logits, order_of, value_of
+from .order import HIGHEST, LOWEST, load_logit, load_logits, order_of
 
 GREEDY_BELOW = tl.constexpr(1e-5)
 LEVELS, PER_UNIT = tl.constexpr(512), tl.constexpr(16)
@@ -85,18 +82,16 @@ def has_last_kept(temperature, top_k, top_p, vocab_size):
 @triton.jit
 def tally_kernel(
     logits_ptr,
+    largest_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    parts_ptr,
     tallies_ptr,
     vocab_size,
-    num_chunks,
     row_stride,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
     TALLIES: tl.constexpr,
 ):
     """tallies [rows, TALLIES] i64, zero before the launch: per level the number of tokens that
@@ -107,13 +102,14 @@ def tally_kernel(
     top_k = tl.load(top_k_ptr + row)
     top_p = tl.load(top_p_ptr + row)
     if has_last_kept(temperature, top_k, top_p, vocab_size):
-        largest = value_of(first_of_row(parts_ptr, row, num_chunks, BLOCK))
+        row_ptr = logits_ptr + row.to(tl.int64) * row_stride
+        largest = load_logit(row_ptr, tl.load(largest_ptr + row))
         least = least_scaled(tl.load(min_p_ptr + row))
         counts = tl.zeros([LEVELS], tl.int32)
         mass = tl.zeros([TILE], tl.int64)
         for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab_size), TILE):
             token = start + tl.arange(0, TILE)
-            x = load_logits(logits_ptr + row.to(tl.int64) * row_stride, token, vocab_size)
+            x = load_logits(row_ptr, token, vocab_size)
             scaled = scale(x, largest, temperature)
             is_left = (scaled.to(tl.float64) >= least) & (token < vocab_size)
             level = level_of(x, scaled, largest, has_top_k(top_k, vocab_size))
@@ -152,62 +148,22 @@ def bounds(tallies_ptr, top_k, top_p, vocab_size):
 
 
 @triton.jit
-def list_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    parts_ptr,
-    tallies_ptr,
-    orders_ptr,
-    masses_ptr,
-    vocab_size,
-    num_chunks,
-    row_stride,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TALLIES: tl.constexpr,
-    CAPACITY: tl.constexpr,
+def list_tile(
+    order, mass, is_listed, tallies_ptr, orders_ptr, masses_ptr, list_start, CAPACITY: tl.constexpr
 ):
-    """orders and masses [rows, CAPACITY] i64, unordered: the tokens that min_p keeps, of the levels
-    to list. The tokens before them are counted for top_k; for top_p their mass is summed.
+    """Appends the tokens `is_listed` [TILE] to a row's lists, orders and masses [CAPACITY] i64,
+    unordered. Those that find no place are only counted.
     """
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    if has_last_kept(temperature, top_k, top_p, vocab_size):
-        largest = value_of(first_of_row(parts_ptr, row, num_chunks, BLOCK))
-        least = least_scaled(tl.load(min_p_ptr + row))
-        tallies_ptr += row.to(tl.int64) * TALLIES
-        first, last = bounds(tallies_ptr, top_k, top_p, vocab_size)
-        before = tl.zeros([TILE], tl.int64)
-        for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab_size), TILE):
-            token = start + tl.arange(0, TILE)
-            x = load_logits(logits_ptr + row.to(tl.int64) * row_stride, token, vocab_size)
-            scaled = scale(x, largest, temperature)
-            level = level_of(x, scaled, largest, has_top_k(top_k, vocab_size))
-            is_left = (scaled.to(tl.float64) >= least) & (token < vocab_size) & (level <= last)
-            is_listed = (is_left & (level >= first)).to(tl.int32)
-            if tl.max(is_left.to(tl.int32), axis=0) > 0:
-                mass = mass_of(scaled)
-                before += tl.where(
-                    is_left & (level < first), tl.where(has_top_k(top_k, vocab_size), 1, mass), 0
-                )
-                count = tl.sum(is_listed, axis=0)
-                if count > 0:
-                    place = (
-                        tl.atomic_add(tallies_ptr + LISTED, count.to(tl.int64), sem="relaxed")
-                        + tl.cumsum(is_listed, axis=0)
-                        - 1
-                    )
-                    has_place = (is_listed > 0) & (place < CAPACITY)
-                    place += row.to(tl.int64) * CAPACITY
-                    tl.store(orders_ptr + place, order_of(x, token), mask=has_place)
-                    tl.store(masses_ptr + place, mass, mask=has_place)
-        tl.atomic_add(tallies_ptr + BEFORE, tl.sum(before, axis=0), sem="relaxed")
+    count = tl.sum(is_listed.to(tl.int32), axis=0)
+    if count > 0:
+        place = (
+            tl.atomic_add(tallies_ptr + LISTED, count.to(tl.int64), sem="relaxed")
+            + tl.cumsum(is_listed.to(tl.int32), axis=0)
+            - 1
+        )
+        has_place = is_listed & (place < CAPACITY)
+        tl.store(orders_ptr + list_start + place, order, mask=has_place)
+        tl.store(masses_ptr + list_start + place, mass, mask=has_place)
 
 
 @triton.jit
@@ -265,96 +221,36 @@ def search(
 
 
 @triton.jit
-def find_last_kept_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    parts_ptr,
-    tallies_ptr,
-    orders_ptr,
-    masses_ptr,
-    last_kept_ptr,
-    vocab_size,
-    num_chunks,
-    row_stride,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TALLIES: tl.constexpr,
-    CAPACITY: tl.constexpr,
+def listed_tokens(
+    row_ptr, tallies_ptr, orders_ptr, masses_ptr, list_start, vocab_size, CAPACITY: tl.constexpr
 ):
-    """last_kept [rows] i64: the order of the last token that top_k and top_p keep.
-
-    min_p may keep fewer.
-    """
-    row = tl.program_id(0)
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row).to(tl.int64)
-    top_p = tl.load(top_p_ptr + row)
-    last = tl.full([], LOWEST, tl.int64)
-    if has_last_kept(temperature, top_k, top_p, vocab_size):
-        least = least_scaled(tl.load(min_p_ptr + row))
-        first = first_of_row(parts_ptr, row, num_chunks, BLOCK)
-        scaling = value_of(first), temperature, least
-        tallies_ptr += row.to(tl.int64) * TALLIES
-        num_listed = tl.load(tallies_ptr + LISTED)
-        is_listed = num_listed <= CAPACITY
-        size = tl.where(is_listed, num_listed, vocab_size).to(tl.int32)
-        list_start = row.to(tl.int64) * CAPACITY
-        tokens = (
-            is_listed,
-            size,
-            orders_ptr + list_start,
-            masses_ptr + list_start,
-            logits_ptr + row.to(tl.int64) * row_stride,
-        )
-        before = tl.where(is_listed, tl.load(tallies_ptr + BEFORE), 0)
-        mass = tl.load(tallies_ptr + MASS)
-        count, low, _ = weigh(LOWEST, tokens, scaling, vocab_size, False, TILE)
-        if has_top_k(top_k, vocab_size):
-            if before + count > top_k:
-                low = search(low, first, top_k - before, tokens, scaling, vocab_size, False, TILE)
-            if before + count >= top_k:
-                last = low
-            if top_p < 1:
-                mass, _, _ = weigh(low, tokens, scaling, vocab_size, True, TILE)
-        if top_p < 1:
-            wanted = tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64) - before
-            last = search(low, first, wanted, tokens, scaling, vocab_size, True, TILE)
-    tl.store(last_kept_ptr + row, last)
+    """-> `tokens` of weigh: a row's list or, if it was too short, the row."""
+    num_listed = tl.load(tallies_ptr + LISTED, cache_modifier=".cg")
+    is_listed = num_listed <= CAPACITY
+    size = tl.where(is_listed, num_listed, vocab_size).to(tl.int32)
+    return is_listed, size, orders_ptr + list_start, masses_ptr + list_start, row_ptr
 
 
+@triton.jit
 def find_last_kept(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, parts: Tensor
-) -> Tensor:
-    """parts [rows, chunks] i64: the orders of the chunks' first tokens -> [rows] i64.
+    first, tokens, scaling, tallies_ptr, top_k, top_p, vocab_size, TILE: tl.constexpr
+):
+    """-> i64, the order of the last token that top_k and top_p keep. min_p may keep fewer.
 
-    A row without top_k and top_p keeps all orders.
+    first: the order of the row's first token. The row must have a last kept one.
     """
-    num_rows, vocab_size = logits.shape
-    if vocab_size >= MOST_TOKENS:
-        raise InvalidParameterError(
-            "logits",
-            f"must have fewer than {MOST_TOKENS} tokens per row if top_k or top_p is set, "
-            f"got {vocab_size}",
-        )
-    num_chunks = parts.shape[1]
-    tallies = torch.zeros(num_rows, TALLIES, dtype=torch.int64, device=logits.device)
-    orders, masses = torch.empty(2, num_rows, CAPACITY, dtype=torch.int64, device=logits.device)
-    last_kept = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    inputs = logits, temperature, top_k, top_p, min_p, parts, tallies
-    sizes = vocab_size, num_chunks, logits.stride(0)
-    options = {
-        "TILE": TILE,
-        "BLOCK": triton.next_power_of_2(num_chunks),
-        "TALLIES": TALLIES,
-        "enable_fp_fusion": False,
-    }
-    tally_kernel[num_rows, num_chunks](*inputs, *sizes, CHUNK=CHUNK, **options)
-    options["CAPACITY"] = CAPACITY
-    list_kernel[num_rows, num_chunks](*inputs, orders, masses, *sizes, CHUNK=CHUNK, **options)
-    find_last_kept_kernel[(num_rows,)](
-        *inputs, orders, masses, last_kept, *sizes, **options, num_warps=8
-    )
-    return last_kept
+    before = tl.where(tokens[0], tl.load(tallies_ptr + BEFORE, cache_modifier=".cg"), 0)
+    mass = tl.load(tallies_ptr + MASS, cache_modifier=".cg")
+    last = tl.full([], LOWEST, tl.int64)
+    count, low, _ = weigh(LOWEST, tokens, scaling, vocab_size, False, TILE)
+    if has_top_k(top_k, vocab_size):
+        if before + count > top_k:
+            low = search(low, first, top_k - before, tokens, scaling, vocab_size, False, TILE)
+        if before + count >= top_k:
+            last = low
+        if top_p < 1:
+            mass, _, _ = weigh(low, tokens, scaling, vocab_size, True, TILE)
+    if top_p < 1:
+        wanted = tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64) - before
+        last = search(low, first, wanted, tokens, scaling, vocab_size, True, TILE)
+    return last

@@ -38,6 +38,7 @@ def sample_tokens(
     min_p: Tensor | None,
     seeds: Tensor,
     positions: Tensor,
+    largest: Tensor | None = None,
 ) -> Tensor:
     token_ids = empty(len(logits), dtype=torch.int64)
     columns = temperature, top_k, top_p, min_p, seeds, positions

@@ -50,9 +50,11 @@ AROUND = {
     "write_runs_kernel",
     "prepare_step_inputs_kernel",
     "gather_sampling_parameters_kernel",
+    "tally_kernel",
     "draw_kernel",
     "append_sampled_tokens_kernel",
 }
+OF_DRAWS = {"tally_kernel", "draw_kernel"}
 
 
 def make_runner(copies: LateCopies, with_graphs: bool, config: LoRAConfig) -> ModelRunner:
@@ -115,27 +117,33 @@ class Launches:
 
 
 @pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}],
+    ids=["greedy", "drawn", "filtered"],
+)
 @pytest.mark.parametrize("with_adapters", [False, True], ids=["plain", "adapters"])
 def test_steps_are_launched_without_reading_a_tensor(
-    temperature, with_graphs, with_adapters, monkeypatch
+    sampling, with_graphs, with_adapters, monkeypatch
 ):
     """One copy per step, and one launch per task, for steps that begin requests and steps that look
-    ahead; the third step begins a block.
+    ahead; the third step begins a block. A draw is one launch, with filters two.
     """
     copies, launches = LateCopies(), Launches(monkeypatch)
     config = LoRAConfig(enable_lora=with_adapters, max_loras=2, max_lora_rank=4)
     runner = make_runner(copies, with_graphs, config)
-    assert launches.take() == (dict.fromkeys(AROUND - {"draw_kernel"}, 1), 1)  # warmed up
-    params = SamplingParams(temperature=temperature, seed=1)
+    assert launches.take() == (dict.fromkeys(AROUND - OF_DRAWS, 1), 1)  # warmed up
+    params = SamplingParams(**sampling, seed=1)
     prompts = {slot: list(range(slot + 13)) for slot in (0, 2, 3)}
     new = [
         NewRequestData(slot, str(slot), tokens, len(tokens), params)
         for slot, tokens in prompts.items()
     ]
     per_pass = {"prepare_step_inputs_kernel": 1, "append_sampled_tokens_kernel": 1}
-    if temperature:
+    if sampling["temperature"]:
         per_pass |= {"gather_sampling_parameters_kernel": 1, "draw_kernel": 1}
+    if "top_p" in sampling:
+        per_pass |= {"tally_kernel": 1}
 
     def launch(
         counts: list[int], computed: list[int], blocks: list[list[int]], **fields

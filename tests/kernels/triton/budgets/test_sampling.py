@@ -7,21 +7,21 @@ from quire.tests.kernels.triton.budget import WIDE_LOAD, Budget, combinations, f
 
 B, V, N = 64, 151_936, 640
 READS_ROWS = {
-    "first_of_chunk_kernel",
+    "first_token_kernel",
     "tally_kernel",
-    "list_kernel",
-    "find_last_kept_kernel",
     "draw_kernel",
     "chunk_logprobs_kernel",
 }
 
 
 def sample() -> torch.Tensor:
-    return sampling.sample_tokens(f32(B, V), f32(B), i32(B), f32(B), f32(B), i64(B), i64(B))
+    columns = i32(B), f32(B), f32(B), i64(B), i64(B)
+    return sampling.sample_tokens(f32(B, V), f32(B), *columns, largest=i64(B))
 
 
 def sample_unfiltered() -> torch.Tensor:
-    return sampling.sample_tokens(f32(B, V), f32(B), None, None, None, i64(B), i64(B))
+    columns = None, None, None, i64(B), i64(B)
+    return sampling.sample_tokens(f32(B, V), f32(B), *columns, largest=i64(B))
 
 
 def penalize() -> None:
@@ -30,16 +30,13 @@ def penalize() -> None:
 
 # Only the launches that read whole rows have wide loads; test_budget checks each.
 BUDGETS = [
-    Budget(
-        "argmax", lambda: sampling.argmax(f32(B, V)), registers=64, launches=2, wide_loads=False
-    ),
-    Budget("sample_tokens", sample, registers=136, shared=16 * 1024, launches=6, wide_loads=False),
+    Budget("argmax", lambda: sampling.argmax(f32(B, V)), registers=64, wide_loads=False),
+    Budget("sample_tokens", sample, registers=168, shared=16 * 1024, launches=2, wide_loads=False),
     Budget(
         "sample_tokens, no filters",
         sample_unfiltered,
-        registers=136,
-        shared=16 * 1024,
-        launches=3,
+        registers=80,
+        shared=1024,
         wide_loads=False,
     ),
     Budget(

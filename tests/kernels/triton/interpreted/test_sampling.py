@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from quire.ipc.errors import InvalidParameterError
 from quire.kernels.reference import sampling as reference
-from quire.kernels.triton import noise, sampling, top_k_top_p
+from quire.kernels.triton import noise, sampling
 from quire.tests.kernels.triton import guard  # noqa: F401  patches the interpreter
 
 # numpy's warnings about masked lanes
@@ -114,9 +114,15 @@ def test_noise_is_exact_over_the_whole_range_of_u():
 def kept(logits: torch.Tensor, filters: list[dict]) -> torch.Tensor:
     """[rows, V] bool: what top_k, top_p and min_p keep, computed from the kernels' results."""
     temperature, top_k, top_p, min_p = columns(filters)
-    last_kept = top_k_top_p.find_last_kept(
-        logits, temperature, top_k, top_p, min_p, sampling.first_of_chunks(logits)[0]
+    _, last_kept = sampling.draw(
+        logits,
+        sampling.argmax(logits)[0],
+        temperature,
+        (top_k, top_p, min_p),
+        *numbers(len(logits)),
     )
+    has_one = (top_k > 0) & (top_k < logits.shape[1]) | (top_p < 1)
+    last_kept = torch.where(has_one, last_kept, -(2**63))
     bits = torch.where(logits == 0, 0.0, logits).view(torch.int32)
     order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | (
         0x7FFFFFFF - torch.arange(logits.shape[1])
@@ -186,7 +192,7 @@ def test_the_same_tokens_are_kept(vocab_size, count):
 
 
 def test_a_row_that_does_not_fit_the_list_is_searched_in_full(monkeypatch):
-    monkeypatch.setattr(top_k_top_p, "CAPACITY", 4)
+    monkeypatch.setattr(sampling, "CAPACITY", 4)
     torch.manual_seed(4)
     logits = torch.randn(8, 3000)
     logits[::2] = logits[::2].bfloat16().float()

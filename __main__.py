@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "complete one or many prompts, streaming to the terminal",
     "chat": "chat with the model",
     "embed": "embed the texts of a file, into .npy, .parquet or JSON lines",
+    "batch": "answer the requests of a file, as /v1/batches does, without a server",
     "engine": "load a model once and serve it to other programs through a socket file",
     "bench": "measure a server, or the engine offline",
     "plan": "show whether a model fits: weights, context, concurrent requests",

@@ -52,6 +52,6 @@ COMMANDS = {
     "start": "quire serve MODEL",
     "stop": "Ctrl-C or SIGTERM",
     "complete": "quire generate PROMPT",
-    "run-batch": "quire generate --file FILE --json",
+    "run-batch": "quire batch FILE",
     "collect-env": "quire doctor",
 }

@@ -143,6 +143,8 @@ class Files:
             self._begin()
             yield
         finally:
+            if not os.fstat(lock).st_size:  # nothing has begun
+                self.journal.unlink(missing_ok=True)
             os.close(lock)
 
     def _begin(self) -> None:
@@ -154,7 +156,6 @@ class Files:
             return
         for path in (self.output, self.errors):
             if path.exists():
-                self.journal.unlink()
                 problem = f"{path} exists; --no-resume replaces it"
                 raise InvalidParameterError("--output", problem)
 

@@ -50,6 +50,7 @@ def test_every_endpoint(address: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert failed["bad"]["response"]["body"]["error"]["param"] == "temperature"
     assert len(list(tmp_path.iterdir())) == 3  # the journal is gone
     assert_refused(capsys, f"batch {file}", "a.output.jsonl exists; --no-resume replaces it")
+    assert len(list(tmp_path.iterdir())) == 3
     write(tmp_path / "a.jsonl", lines[:2])
     code, _, err = call(capsys, *words, "--no-resume")
     assert code == 0 and set(read(tmp_path / "a.output.jsonl")) == set(list(BODIES)[:2]), err

@@ -3,8 +3,9 @@ and refuse what a real GPU's tensors refuse.
 
 A computation of tensors of both devices raises an error, as does `numpy()`; copies are explicit.
 Kernels are those of the CPU, so tokens have the CPU's bits. Graphs are repeated calls
-(tests/executor/on_device.py), a stream is done at once. What is not shown: the kernels of a GPU,
-the order of streams, speed.
+(tests/executor/on_device.py), a stream is done at once. Its memory is counted (FakeGpu), and its
+clock, which events read, ticks with each operation of the table. What is not shown: the kernels of
+a GPU, the order of streams, speed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from quire.executor import worker
+from quire.executor.tracing.instruments import tensors_of
 from quire.kernels import registry
 from quire.kernels.metadata import AttentionMetadata
 from quire.tests.executor.on_device import FakeCapture
@@ -41,10 +43,57 @@ BETWEEN_DEVICES = {
 WITH_THE_HOST = {"copy_blocks"}
 
 
+class FakeGpu:
+    """What is known of the GPU, by the bytes of living tensors and packed weights; what a kernel
+    takes while it runs is not counted.
+    """
+
+    def __init__(self) -> None:
+        self.allocated = self.peak = 0
+        self.captures: list[FakeCapture] = []
+        self.clock_ms = 0.0
+        self._places: weakref.WeakValueDictionary[int, _Place] = weakref.WeakValueDictionary()
+
+    def place_of(self, storage: torch.UntypedStorage) -> _Place:
+        """Counts a storage until the returned object is gone."""
+        place = self._places.get(storage._cdata)
+        if place is None:
+            place = self._places[storage._cdata] = _Place(self, storage.nbytes())
+        return place
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that someone can still replay."""
+        return sum(len(capture.graphs) for capture in self.captures)
+
+    def capture(self) -> FakeCapture:
+        self.captures.append(FakeCapture())
+        return self.captures[-1]
+
+    def reset_peak(self) -> None:
+        self.peak = self.allocated
+
+
+class _Place:
+    """Memory of the GPU."""
+
+    def __init__(self, gpu: FakeGpu, num_bytes: int):
+        self._gpu, self._num_bytes = gpu, num_bytes
+        gpu.allocated += num_bytes
+        gpu.peak = max(gpu.peak, gpu.allocated)
+
+    def __del__(self) -> None:
+        self._gpu.allocated -= self._num_bytes
+
+
+_gpu = FakeGpu()  # the one of `fake_gpu`
+
+
 class OnGpu(torch.Tensor):
     """A tensor of the GPU. `held` has its values."""
 
     held: torch.Tensor
+    place: _Place
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> OnGpu:
@@ -57,6 +106,7 @@ class OnGpu(torch.Tensor):
             device=CPU,  # torch guards what it knows to be on cuda
         )
         made.held = inner
+        made.place = _gpu.place_of(inner.untyped_storage())
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -162,6 +212,7 @@ class _Kernels:
         @wraps(registry.CONTRACTS[op])
         def call(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = self._inner(op, (args, kwargs))
+            _gpu.clock_ms += 1
             return self._outer(function(*args, **kwargs))
 
         return call
@@ -206,6 +257,8 @@ class _Packed:
 
     def __init__(self, kernels: _Kernels, function: Any):
         self._kernels, self.function = kernels, function
+        storages = [tensor.untyped_storage() for tensor in tensors_of(function)]
+        self._places = [_gpu.place_of(storage) for storage in storages]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self.function, args, kwargs)
@@ -218,6 +271,7 @@ class _Packed:
 
     def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = self._kernels._inner("a packed layer", (args, kwargs))
+        _gpu.clock_ms += 1
         return self._kernels._outer(function(*args, **kwargs))
 
 
@@ -249,7 +303,21 @@ class _Stream:
         return SimpleNamespace(synchronize=lambda: None)
 
 
-FREE_BYTES, TOTAL_BYTES = 2**30, 2**31
+class _Event:
+    def __init__(self, *_: Any, **__: Any):
+        self._ms = 0.0
+
+    def record(self, *_: Any) -> None:
+        self._ms = _gpu.clock_ms
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _Event) -> float:
+        return end._ms - self._ms
+
+
+FREE_BYTES, TOTAL_BYTES = 2**30, 2**31  # of a GPU that other processes use
 
 OF_CUDA: dict[str, Any] = {
     "is_available": lambda: True,
@@ -259,14 +327,15 @@ OF_CUDA: dict[str, Any] = {
     "set_device": lambda *_: None,
     "get_device_capability": lambda *_: (9, 0),
     "get_device_name": lambda *_: "a fake GPU",
-    "mem_get_info": lambda *_: (FREE_BYTES, TOTAL_BYTES),
-    "memory_allocated": lambda *_: 0,
-    "max_memory_allocated": lambda *_: 0,
-    "reset_peak_memory_stats": lambda *_: None,
+    "mem_get_info": lambda *_: (FREE_BYTES - _gpu.allocated, TOTAL_BYTES),
+    "memory_allocated": lambda *_: _gpu.allocated,
+    "max_memory_allocated": lambda *_: _gpu.peak,
+    "reset_peak_memory_stats": lambda *_: _gpu.reset_peak(),
     "empty_cache": lambda: None,
     "synchronize": lambda *_: None,
     "current_stream": lambda *_: _Stream(),
     "Stream": _Stream,
+    "Event": _Event,
     "stream": lambda *_: nullcontext(),
 }
 
@@ -293,8 +362,10 @@ MAKE_SUBCLASS, AS_SUBCLASS = torch.Tensor._make_subclass, torch.Tensor.as_subcla
 
 
 @contextmanager
-def fake_gpu() -> Iterator[None]:
+def fake_gpu() -> Iterator[FakeGpu]:
     """Gives this thread a GPU."""
+    global _gpu
+    _gpu = FakeGpu()
     registry._default_table.cache_clear()
     with pytest.MonkeyPatch.context() as patch, _Mode():
         for name, value in OF_CUDA.items():
@@ -303,9 +374,9 @@ def fake_gpu() -> Iterator[None]:
         # a wrapper made within it cannot be a view of one made outside
         patch.setattr(torch.inference_mode, "__enter__", lambda self: None)
         patch.setattr(torch.inference_mode, "__exit__", lambda self, *error: None)
-        patch.setattr(worker, "CudaCapture", FakeCapture)
+        patch.setattr(worker, "CudaCapture", _gpu.capture)
         patch.setattr(torch.Tensor, "_make_subclass", staticmethod(_make_subclass))
         patch.setattr(torch.Tensor, "as_subclass", _as_subclass)
         patch.setattr(torch.nn.functional, "one_hot", _one_hot)
-        yield
+        yield _gpu
     registry._default_table.cache_clear()

@@ -130,7 +130,7 @@ class StepLauncher:
         self._batch = batch
         self._ops = ops
         self._tables = tables
-        self._inputs = inputs
+        self.inputs = inputs
         self._forward = forward
         self._copy_to_host = copy_to_host
         # in order; finished ones are dropped by the next launch
@@ -154,8 +154,8 @@ class StepLauncher:
             num_decodes=1,
             sampled_rows=nothing,
         )
-        (columns,) = self._inputs.ship([layout])
-        self._inputs.prepare(layout, columns)
+        (columns,) = self.inputs.ship([layout])
+        self.inputs.prepare(layout, columns)
         slots = columns["sampled_slots"]
         results = torch.zeros(1, dtype=torch.int32, device=self._tables.device)
         self._ops.gather_sampling_parameters(self._tables.parameters, slots)
@@ -189,9 +189,9 @@ class StepLauncher:
         results = torch.empty(size, dtype=torch.int32, device=self._tables.device)
         passes = []
         for layout, columns, start, count in zip(
-            layouts, self._inputs.ship(layouts), starts, counts
+            layouts, self.inputs.ship(layouts), starts, counts
         ):
-            inputs = self._inputs.prepare(layout, columns)
+            inputs = self.inputs.prepare(layout, columns)
             self._compute(inputs, columns, results[start : start + count])
             passes.append(self._expect(layout, slice(start, start + count)))
         is_plain = len(layouts) == 1 and layouts[0].is_all_sampled_decodes()

@@ -3,8 +3,9 @@
 Must not know: the scheduler, what is shown of a trace.
 
 A recorded program is timed by the native library, which notes when each thread worked on each call.
-Everything else is timed around the operations of the table (instruments.py); on a GPU by events on
-its stream. Only numbers are kept while a step runs; `take` adds the names.
+Everything else is timed around the operations of the table (instruments.py). On a GPU, operations
+and the parts of a step are timed by events on its stream, since the host only launches them. Only
+numbers are kept while a step runs; `take` adds the names.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from ctypes import addressof
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -58,13 +59,23 @@ class _Operation(NamedTuple):
     less_s: float = 0.0  # of a module: operations within, which are counted themselves
 
 
+class _Part(NamedTuple):
+    name: str
+    begin: Any  # seconds, or an event
+    end: Any
+    place: str
+
+
+Timed = TypeVar("Timed", _Operation, _Part)
+
+
 class _Recorded(NamedTuple):
-    """A step as it was recorded."""
+    """A step as it was recorded, with seconds in place of events."""
 
     begin_s: float
     end_s: float
     inputs: tuple[Any, ...]  # as the model was given them; only their shapes are read later
-    spans: list[tuple[str, float, float, str]]
+    parts: list[_Part]
     operations: list[_Operation]
     runs: list[Any]  # of the native program
     routed: list[tuple[int, torch.Tensor, torch.Tensor]]  # (layer, counts before, after)
@@ -82,7 +93,7 @@ class StepTracer:
         self._operations: list[_Operation] = []
         self._within: list[list[Any]] = []  # modules entered: [begin, seconds of parts]
         self._is_inside = False  # an operation of the table runs
-        self._spans: list[tuple[str, float, float, str]] = []
+        self._parts: list[_Part] = []
         self._inputs: tuple[Any, ...] = ()
         # kept until the trace is taken: their calls are read then
         self._programs = _programs_of(runner)
@@ -112,7 +123,11 @@ class StepTracer:
         put.replace(plain, "forward", run_pass)
         if launcher is not None:
             put.replace(launcher, "_forward", run_pass)
-        put.replace(plain, "make_inputs", self._spanned("inputs", plain.make_inputs))
+            make_inputs = launcher.inputs
+            for name in ("ship", "prepare"):  # plain steps call them, too
+                put.replace(make_inputs, name, self._spanned("inputs", getattr(make_inputs, name)))
+        else:
+            put.replace(plain, "make_inputs", self._spanned("inputs", plain.make_inputs))
         put.replace(plain, "end", self._spanned("sampler", plain.end))
         if (bursts := runner.bursts) is not None:
             put.replace(bursts, "passes", self._spanned("model", bursts.passes))
@@ -175,7 +190,7 @@ class StepTracer:
         if not self._num_left or not scheduler_output.slots:
             return self._runner.execute_model(scheduler_output)
         begin_s = time.monotonic()
-        self._operations, self._spans, self._inputs, self._within = [], [], (), []
+        self._operations, self._parts, self._inputs, self._within = [], [], (), []
         before = [count.clone() for count in self._counts.values()]
         origin = self._now() if self._is_on_gpu else None
         output = self._runner.execute_model(scheduler_output)
@@ -184,13 +199,14 @@ class StepTracer:
         end_s = time.monotonic()
         timer = self._programs[0][1].timer if self._programs else None  # it is that of all
         runs = [] if timer is None else timer.take()
-        operations = self._operations
+        operations, parts = self._operations, self._parts
         if self._is_on_gpu:
             operations = [_on_host(one, origin, begin_s) for one in operations]
+            parts = [_on_host(one, origin, begin_s) for one in parts]
         after = [count.clone() for count in self._counts.values()]
         routed = list(zip(self._counts, before, after))
         self._steps[scheduler_output.step] = _Recorded(
-            begin_s, end_s, self._inputs, self._spans, operations, runs, routed
+            begin_s, end_s, self._inputs, parts, operations, runs, routed
         )
         self._num_left -= 1
         if not self._num_left:
@@ -238,11 +254,11 @@ class StepTracer:
         def run(*args: Any, **kwargs: Any) -> Any:
             if name == "model" and not self._inputs:
                 self._inputs = args
-            begin_s = time.monotonic()
+            begin = self._now()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._spans.append((name, begin_s, time.monotonic() - begin_s, place))
+                self._parts.append(_Part(name, begin, self._now(), place))
 
         return run
 
@@ -261,7 +277,7 @@ class StepTracer:
             recorded.begin_s,
             recorded.end_s - recorded.begin_s,
             _inputs(_shapes(recorded.inputs)),
-            [Span(*span) for span in recorded.spans],
+            [Span(name, begin, end - begin, place) for name, begin, end, place in recorded.parts],
             kernels,
             {layer: (after - before).tolist() for layer, before, after in recorded.routed},
         )
@@ -325,12 +341,10 @@ def _nothing(site: Site) -> None:
     pass
 
 
-def _on_host(operation: _Operation, origin: Any, begin_s: float) -> _Operation:
-    """The operation with seconds in place of events."""
-    begin, end = (
-        begin_s + origin.elapsed_time(event) / 1e3 for event in (operation.begin, operation.end)
-    )
-    return operation._replace(begin=begin, end=end)
+def _on_host(timed: Timed, origin: Any, begin_s: float) -> Timed:
+    """An operation or a part with seconds in place of events. origin: the event of begin_s."""
+    begin, end = (begin_s + origin.elapsed_time(event) / 1e3 for event in (timed.begin, timed.end))
+    return timed._replace(begin=begin, end=end)
 
 
 def _shapes(args: tuple[Any, ...]) -> list[tuple[torch.Size, torch.dtype] | None]:

@@ -117,7 +117,11 @@ def _check(config: EngineConfig, engine: str) -> None:
     if engine != "process":
         raise InvalidParameterError("standby", "is for an engine in a child process")
     if config.device_config.device != "cpu":
-        raise InvalidParameterError("standby", "is for an engine on a CPU")
+        raise InvalidParameterError(
+            "standby",
+            "is for an engine on a CPU: the KV cache of a second engine would take a GPU's memory "
+            "while it waits",
+        )
     if not replaces_engines(config):
         raise InvalidParameterError("standby", "needs on_engine_death='restart' and restarts")
 

@@ -4,6 +4,7 @@ that arrive as late as possible.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,7 @@ class FakeCapture:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.num_replays = 0
+        self.graphs: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()  # those in use
 
     def __call__(
         self, function: Callable[[], tuple[torch.Tensor, ...]]
@@ -60,6 +62,7 @@ class FakeCapture:
             for result, new in zip(results, function(), strict=True):
                 result.copy_(new)
 
+        self.graphs.add(replay)
         return replay, results
 
 

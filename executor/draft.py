@@ -70,8 +70,8 @@ def use_taps(
     """In a stage before the last one, where a head drafts: makes the passes of `model` show the
     head what it reads of their layers. Raises as Draft does.
     """
-    method = resolved(config.scheduler_config.speculative_config).method
-    if method in ("eagle3", "mtp"):
+    if config.scheduler_config.has_draft_head:
+        method = resolved(config.scheduler_config.speculative_config).method
         config = msgspec.structs.replace(config, model_config=model_config)
         model.use_taps(HeadBuilder(config, method, builder, model).build_taps(report))
 

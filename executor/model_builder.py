@@ -19,7 +19,7 @@ from ..ipc.models.architectures import text_part
 from ..ipc.models.checkpoint import read_stored_weights
 from ..ipc.models.decoder_config import DecoderConfig, unread_keys
 from ..ipc.models.encoder_config import EncoderConfig
-from ..ipc.models.encoder_memory import encoder_cache_tokens
+from ..ipc.models.encoder_memory import encoder_cache_tokens, has_encoder
 from ..ipc.models.gguf import is_gguf, read_gguf
 from ..ipc.models.memory_plan import check_weights_fit
 from ..ipc.models.quantization_config import CheckpointQuantization, parse_quantization
@@ -100,8 +100,8 @@ def make_encoder(
     config: EngineConfig, dtype: torch.dtype, device: torch.device, cpu_isa: str
 ) -> tuple[ImageEncoder, int] | None:
     """Makes the encoder of images of the configuration's model, unfilled, and says how many bytes
-    its weights take; None: the model reads no images. Each rank of the first stage has the whole
-    encoder. Its linear layers are quantized as those of the model are.
+    its weights take; None: the model reads no images. It is whole where ranks divide the model. Its
+    linear layers are quantized as those of the model are.
     """
     if config.model_config.vision is None:
         return None
@@ -196,7 +196,7 @@ class ModelBuilder:
             self.expert_group,
             self.config.lora_config,
             self._make_images(),
-            has_draft_head=self._has_draft_head,
+            has_draft_head=self.config.scheduler_config.has_draft_head,
             reads_blocks=quantization is not None or (directory is not None and is_gguf(directory)),
         )
         if self.config.lora_config.enable_lora and not self.shape.has_lm_head:
@@ -209,7 +209,7 @@ class ModelBuilder:
         if make.adapter_rows is not None:
             model.use_adapters(make.adapter_rows, adapted_modules(model))
         made = None
-        if self.group.stages.is_first:
+        if has_encoder(self.config, self.group.stages.stage):
             made = make_encoder(self.config, self.dtype, self.device, self.cpu_isa)
         if made is not None:
             encoder, num_bytes = made
@@ -234,19 +234,15 @@ class ModelBuilder:
             model.use_adapters(make.adapter_rows, explored_modules(model))
         return model
 
-    @property
-    def _has_draft_head(self) -> bool:
-        wanted = self.config.scheduler_config.speculative_config
-        return wanted is not None and wanted.method in ("mtp", "eagle3")
-
     def _make_images(self) -> ImageReader | None:
-        """The table of encoded images, which each rank of the first stage has and fills. None: the
+        """The table of encoded images, which the ranks with an encoder have and fill. None: the
         model reads no images.
         """
         vision = self.config.model_config.vision
         if vision is None:
             return None
-        num_rows = encoder_cache_tokens(self.config) if self.group.stages.is_first else 0
+        is_filled = has_encoder(self.config, self.group.stages.stage)
+        num_rows = encoder_cache_tokens(self.config) if is_filled else 0
         return ImageReader(vision, num_rows, self.ops, self.dtype, self.device)
 
     def _check_size(

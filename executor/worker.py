@@ -22,7 +22,7 @@ from ..ipc.errors import InvalidParameterError
 from ..ipc.lora import LoRARequest
 from ..ipc.machine import resident_bytes
 from ..ipc.models.decoder_config import DecoderConfig
-from ..ipc.models.encoder_memory import table_bytes
+from ..ipc.models.encoder_memory import has_encoder, table_bytes
 from ..ipc.models.kv_layout import LayerGroups, plan_groups_of_stage
 from ..ipc.models.memory_plan import (
     check_cache_size,
@@ -373,10 +373,10 @@ class Worker:
         """
         if self.device.type == "cpu":
             free = devices.free_host_bytes(has_standby=self.config.service_config.standby)
-            # pages of the table, which the first stage has, are taken when they are written
+            # pages of the table of images are taken when they are written
             free //= self.group.num_on_machine
-            is_first = self.group.stages.is_first
-            return free - is_first * table_bytes(self.config, self.dtype.itemsize)
+            has_table = has_encoder(self.config, self.group.stages.stage)
+            return free - has_table * table_bytes(self.config, self.dtype.itemsize)
         scheduler_config = self.config.scheduler_config
         self._cache.bind(self.model.attention_layers(), 1)
         if self._states is not None:

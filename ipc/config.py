@@ -312,6 +312,14 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
         "async_scheduling or several scheduler steps).",
     ] = True
 
+    @property
+    def has_draft_head(self) -> bool:
+        """Whether a head drafts, which shares the embedding of the model that verifies."""
+        return self.speculative_config is not None and self.speculative_config.method in (
+            "eagle3",
+            "mtp",
+        )
+
 
 class LoRAConfig(Section, frozen=True, kw_only=True):
     enable_lora: Annotated[

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quire.core.engine_core import EngineCore
 from quire.tests.executor.models.test_mtp_heads import assert_those_of, watch_runner
+from quire.tests.executor.rank_threads import RankThreads
 from quire.tests.mtp_checkpoints import TorchHead, save_with_head
-from quire.tests.test_images import answers, parts_of, request_of, start
+from quire.tests.test_images import answers, configure, parts_of, request_of, start
 from quire.tests.tiny_models import save_tiny_model
 from quire.tests.tiny_vision import (
     IMAGE_TOKEN,
@@ -91,6 +93,23 @@ def test_a_head_reads_rows_of_images(tmp_path, monkeypatch):
         answers(core, request)
         images = [part for part in parts if not isinstance(part, list)]
         assert_those_of(SeeingHead(tmp_path, request.prompt_token_ids, images), seen)
+
+
+def test_a_head_of_the_last_stage_reads_rows_of_images(tmp_path, monkeypatch):
+    """Ranks of both stages encode the images. Tokens are those of one process."""
+    save_seeing_head(tmp_path, is_right=False)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 13, "speculative_config": DRAFTING}
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    ranks = RankThreads(configure(tmp_path / "whole", **settings, **sizes))
+    core = EngineCore(ranks.config, ranks, check_every_step=True)
+    alone = start(tmp_path / "whole", **settings)
+    seen = watch_runner(ranks.ranks[-1].runner, monkeypatch)
+    parts = parts_of(KIND)["several"]
+    request = request_of(core, "several", parts, max_tokens=14, ignore_eos=True)
+    assert answers(core, request) == answers(alone, request)
+    ranks.shutdown()
+    images = [part for part in parts if not isinstance(part, list)]
+    assert_those_of(SeeingHead(tmp_path, request.prompt_token_ids, images), seen)
 
 
 def test_drafts_change_no_bit(tmp_path):

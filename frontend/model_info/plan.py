@@ -19,7 +19,7 @@ from ...ipc.machine import free_memory_bytes, total_memory_bytes
 from ...ipc.models.architectures import NATIVE
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.draft_heads import HeadNames, find_heads, head_rows, quantization_of_head
-from ...ipc.models.encoder_memory import table_bytes
+from ...ipc.models.encoder_memory import num_encoders, table_bytes
 from ...ipc.models.expert_parallel import shares_experts
 from ...ipc.models.fallback_architectures import parse_model
 from ...ipc.models.gguf import is_gguf, read_gguf
@@ -307,15 +307,12 @@ def _bytes_beside(
     num_engines: int,
     weights_bytes: int,
 ) -> dict[str, int]:
-    """By the name of Plan's field: what lies beside weights and cache. Each rank of the first stage
-    has a table of encoded images.
-    """
+    """By the name of Plan's field: what lies beside weights and cache."""
     size, item_bytes = num_ranks(config), DTYPE_BYTES[config.model_config.dtype]
-    num_tables = num_engines * config.device_config.tensor_parallel_size
     return {
         "runtime_bytes": _runtime_bytes(config, memory, num_engines, weights_bytes),
         "step_bytes": size * _estimate_step(config, sizes) if memory.is_gpu else 0,
-        "images_bytes": num_tables * table_bytes(config, item_bytes),
+        "images_bytes": num_engines * num_encoders(config) * table_bytes(config, item_bytes),
     }
 
 
@@ -434,7 +431,7 @@ def weights_in_engine(config: EngineConfig, sizes: ModelSizes) -> tuple[int, boo
     kept_bytes = _bytes_of_blocks(config, sizes)
     model_config = config.model_config
     if kept_bytes is not None:
-        return kept_bytes + encoder_bytes(model_config.vision, model_config.dtype), True
+        return kept_bytes + _bytes_of_encoders(config, model_config.dtype), True
     return _bytes_of_packed(config, sizes, model_config.dtype, model_config.quantization), False
 
 
@@ -443,12 +440,17 @@ def _bytes_of_packed(
 ) -> int:
     """Returns the bytes of the weights that one engine has."""
     num_bytes = sizes.weights_bytes(dtype, quantization) - _mapped_bytes(config, sizes, dtype)
-    num_bytes += encoder_bytes(config.model_config.vision, dtype, quantization)
+    num_bytes += _bytes_of_encoders(config, dtype, quantization)
     if shares_experts(config):
         # each has equally many, see check_expert_parallel
         size = config.device_config.data_parallel_size
         num_bytes -= sizes.experts_bytes(dtype, quantization) * (size - 1) // size
     return num_bytes
+
+
+def _bytes_of_encoders(config: EngineConfig, dtype: str, quantization: str | None = None) -> int:
+    """Returns the bytes of the encoders of images in all ranks of an engine."""
+    return num_encoders(config) * encoder_bytes(config.model_config.vision, dtype, quantization)
 
 
 def _mapped_bytes(config: EngineConfig, sizes: ModelSizes, dtype: str) -> int:

@@ -245,12 +245,6 @@ def _check_stages(config: EngineConfig, shape: DecoderConfig, found: str) -> Non
     if count > shape.num_hidden_layers:
         most = f"num_hidden_layers={shape.num_hidden_layers}"
         raise InvalidParameterError(name, f"must be at most the model's {most}, got {count}")
-    vision = config.model_config.vision
-    drafting = config.scheduler_config.speculative_config
-    has_head = drafting is not None and drafting.method in ("mtp", "eagle3")
-    if count > 1 and vision is not None and has_head:
-        problem = "a head that drafts reads rows of images, which the first stage has"
-        raise _refusal(config, name, f"must be 1 with {found}: {problem}")
     readers = num_readers(config.model_config)
     most = 1 + len(cuts_of(shape, readers))
     if count > most:

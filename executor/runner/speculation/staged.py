@@ -91,10 +91,14 @@ class LastStageStep:
         kept: KeptDrafts,
     ):
         self._batch, self._speculation, self._verify, self._kept = batch, speculation, verify, kept
+        self._without = set[int]()  # slots whose next pass is to have no drafts
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """See StepRunner."""
         step, drafts = scheduler_output, self._kept.take(scheduler_output)
+        # steps of other rows may have run since these rows' last step
+        self._without.difference_update(request.slot for request in step.new_requests)
+        self._speculation.begin(not self._without.issuperset(step.slots))
         if any(map(len, drafts)):
             result = self._verify(step, drafts)
         else:
@@ -126,6 +130,10 @@ class LastStageStep:
             num_lookahead_tokens=most.tolist(),
         )
         counts = self._speculation.choose(following)
+        if self._speculation.drafts_decodes:
+            self._without.difference_update(slots)
+        else:
+            self._without.update(slots)
         drafts, _ = self._speculation.draft(following, counts)
         self._verify.drop_forbidden(slots, drafts)
         self._kept.keep(slots, drafts)

@@ -104,7 +104,8 @@ class Speculation:
         self._batch = batch
         self._num_misses = 0  # since the last draft
         self._are_wanted = False  # whether the last pass wanted drafts of any row
-        self._drafts_decodes = False  # whether drafts are wanted of what the last pass computes
+        # whether drafts are wanted of what the last pass computes
+        self.drafts_decodes = False
         self._max_num_tokens = max_num_tokens
         self._max_num_rows = max_num_rows
 
@@ -114,12 +115,18 @@ class Speculation:
         most = limits if self.depth is None else self.depth.choose(scheduler_output)
         self._are_wanted = any(most)
         # a pass whose rows have no room for drafts is followed by passes that have some
-        self._drafts_decodes = self._are_wanted or not any(limits)
+        self.drafts_decodes = self._are_wanted or not any(limits)
         refusals = self._batch.refusals
         return [
             0 if slot in refusals else min(limit, wanted, self.most)
             for slot, limit, wanted in zip(slots, limits, most)
         ]
+
+    def begin(self, drafts_decodes: bool) -> None:
+        """Says whether drafts are wanted of the pass that follows, where `choose` was called for
+        another pass since it was called for this one.
+        """
+        self.drafts_decodes = drafts_decodes
 
     def draft(
         self, scheduler_output: SchedulerOutput, counts: list[int]
@@ -153,7 +160,7 @@ class Speculation:
         has_prompts = inputs.metadata.num_decodes < num_rows
         if (
             self.drafter.sees_every_pass
-            and (has_prompts or self._drafts_decodes)
+            and (has_prompts or self.drafts_decodes)
             and self.is_worth(num_rows)
         ):
             self.drafter.observe(inputs, hidden)

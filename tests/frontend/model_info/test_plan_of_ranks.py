@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 from quire.frontend.cli.plan import render
 from quire.frontend.model_info import plan as planning
+from quire.frontend.model_info.model_sizes import encoder_bytes
 from quire.frontend.model_info.plan import RUNTIME_BYTES
 from quire.ipc.models.state_layout import place_parts
 from quire.tests.executor.engine_threads import EngineThreads
 from quire.tests.executor.rank_threads import RankThreads
 from quire.tests.frontend.model_info.test_plan import GIB, SLOW, plan, save_big
+from quire.tests.test_image_drafts import DRAFTING, save_seeing_head
+from quire.tests.test_images import configure
 from quire.tests.tiny_models import save_tiny_model
 
 
@@ -64,6 +67,26 @@ def test_ranks_keep_the_states_that_the_plan_predicts(kind, tp, pp, tmp_path: Pa
     ranks.shutdown()
     assert stated.states is not None
     assert stated.states.bytes_of_one == max(place_parts(own, 4)[1] for own in parts)
+
+
+def test_ranks_that_encode_images_are_those_that_the_plan_counts(tmp_path: Path) -> None:
+    """Those of the first stage and, where a head drafts, those of the last one."""
+    save_seeing_head(tmp_path, is_right=False)
+    model = str(tmp_path / "whole")
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "encoder_cache_tokens": 500}
+    stated = []
+    for drafting in (None, DRAFTING):
+        wanted = sizes | {"speculative_config": drafting}
+        stated.append(plan(model, dtype="float32", device="cpu", max_model_len=512, **wanted))
+        ranks = RankThreads(configure(model, **wanted))
+        tables = [rank.model.images.table for rank in ranks.ranks]
+        encoders = [rank.model.encoder for rank in ranks.ranks]
+        ranks.shutdown()
+        assert stated[-1].images_bytes == sum(table.nbytes for table in tables)
+        assert [encoder is not None for encoder in encoders] == [True] * 2 + [bool(drafting)] * 2
+    vision = ranks.config.model_config.vision
+    more = stated[1].weights_bytes - stated[0].weights_bytes
+    assert more > 2 * encoder_bytes(vision, "float32")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import torch
 from .. import __version__
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError
+from ..ipc.kv_transfer import KVShare
 from ..ipc.lora import LoRARequest
 from ..ipc.machine import resident_bytes
 from ..ipc.models.decoder_config import DecoderConfig
@@ -608,11 +609,16 @@ class Worker:
         has_any = self.block_bytes or self._states
         if self.config.cache_config.kv_offloading_size and has_any:
             self._kept_shapes = self._shapes_of_store()
+            group, transfer = self.group, self.config.cache_config.kv_transfer_config
+            share = KVShare(group.size, group.stages.count, group.place[0])
+            if transfer is not None:
+                transfer = transfer.of_rank(self.config.device_config.data_parallel_rank, share)
             self.offload = KVOffload(
                 self._open_store(self._directory),
                 self._block_memory(),
                 self._finish_steps,
-                self.config.cache_config.kv_transfer_config,
+                transfer,
+                share,
             )
         return self.offload
 

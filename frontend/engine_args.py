@@ -405,9 +405,14 @@ def _resolve_cache(config: EngineConfig, model_config: Any) -> Any:
         raise InvalidParameterError("kv_offloading_path", "needs kv_offloading_size, of its file")
     if path is not None:
         path = str(Path(path).expanduser().resolve())
-    num_engines = config.device_config.data_parallel_size
-    transfer = wanted.kv_transfer_config
-    check_kv_transfer(transfer, size, num_engines=num_engines, num_ranks=num_ranks(config))
+    device = config.device_config
+    check_kv_transfer(
+        wanted.kv_transfer_config,
+        size,
+        num_engines=device.data_parallel_size,
+        num_ranks=num_ranks(config),
+        is_on_ray=device.distributed_executor_backend == "ray",
+    )
     return replace(wanted, kv_offloading_path=path, kv_offloading_size=size)
 
 

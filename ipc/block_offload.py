@@ -6,7 +6,7 @@ Must not know: where they are kept, what a block or a state holds, requests.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -36,7 +36,7 @@ class Beginning(NamedTuple):
 
     layout: KVLayout
     digests: Sequence[bytes]  # their hashes, 32 bytes each
-    cached: Container[bytes]  # names of those that the cache has
+    cached: Collection[bytes]  # names of those that the cache has
     num_to_state: int = 0  # blocks before the deepest state that a checkpoint has
 
 

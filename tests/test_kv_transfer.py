@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import zmq
-from quire import InvalidParameterError, LLMEngine
+from quire import InvalidParameterError, LLMEngine, SamplingParams
 from quire.executor.offload import peers
 from quire.kernels.cpu.native.library import library
 from quire.tests.client_forms import closing, make_engine
+from quire.tests.executor.ranks.test_offload import HYBRID, WINDOWED, settings_of, threads
+from quire.tests.fake_engine import wait_until
 from quire.tests.test_kv_offload import SETTINGS, run
 from quire.tests.tiny_models import save_tiny_model
 
@@ -65,6 +67,36 @@ def test_the_same_bits_as_a_prompt_that_is_computed(kind, tmp_path):
         assert metrics(sender, "num_blocks_sent") == [pulled]
         run(receiver, PROMPTS)  # it has them now
         assert metrics(receiver, "num_blocks_pulled") == [pulled]
+
+
+@native
+@pytest.mark.parametrize(
+    ("kind", "size", "num_stages"),
+    [
+        ("qwen2", 2, 1),
+        (HYBRID, 1, 3),  # states, blocks, states
+        pytest.param("qwen2", 2, 2, marks=pytest.mark.slow),
+        pytest.param(WINDOWED, 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_pull_their_shares(kind, size, num_stages, tmp_path):
+    layers = {"num_hidden_layers": 4} if kind == WINDOWED else {}
+    model = save_tiny_model(tmp_path / kind, kind, vocab_size=1000, **layers)
+    settings = settings_of(kind, num_gpu_blocks_override=200) | {"kv_offloading_size": 0.02}
+    with ExitStack() as stack:
+        sender, receiver = (
+            stack.enter_context(
+                threads(model, size, num_stages, **settings, kv_transfer_config=one)
+            )
+            for one in (sending(tmp_path), receiving(tmp_path))
+        )
+        expected = run(sender, PROMPTS)
+        assert run(receiver, PROMPTS) == expected
+        hits, failed = metrics(receiver, "external_prefix_cache_hits", "num_pulls_failed")
+        assert hits >= 2 * 128 and failed == 0
+        pulled = metrics(receiver, "num_blocks_pulled", "num_bytes_pulled")
+        run(sender, [[5] * 9])  # a step brings its counters up to date
+        assert metrics(sender, "num_blocks_sent", "num_bytes_sent") == pulled
 
 
 def test_a_peer_that_is_gone_or_another_one_costs_a_bounded_wait(tmp_path, monkeypatch):
@@ -148,6 +180,32 @@ def _block_bytes(engine: LLMEngine) -> int:
     return engine.client._engine.core.executor.offload.block_bytes
 
 
+@native
+def test_ranks_that_are_processes_pull_and_give_up(tmp_path):
+    model = str(save_tiny_model(tmp_path / "model", "qwen2", vocab_size=1000))
+    settings = settings_of("qwen2", num_gpu_blocks_override=200, kv_offloading_size=0.02)
+    one, two = sending(tmp_path), receiving(tmp_path, timeout_s=60.0)
+    with ExitStack() as stack:
+        engine = make_engine(
+            **settings, model=model, pipeline_parallel_size=2, kv_transfer_config=two
+        )
+        receiver = stack.enter_context(closing(engine))
+        with threads(Path(model), 1, 2, **settings, kv_transfer_config=one) as sender:
+            expected = run(sender, PROMPTS)
+            assert run(receiver, PROMPTS) == expected
+        assert metrics(receiver, "num_pulls_failed") == [0]
+        assert metrics(receiver, "external_prefix_cache_hits")[0] >= 2 * 128
+        hanging = FaultyPeer(tmp_path, None, leaves=False)
+        stack.callback(hanging.close, tmp_path)
+        for number in range(1, 3):  # the second one is asked for since the first was given up
+            receiver.add_request("r", {"prompt_token_ids": [number] * 99}, SamplingParams())
+            wait_until(lambda number=number: hanging.num_reads == number)
+            receiver.abort_request(["r"])
+            while receiver.has_unfinished_requests():
+                receiver.step()
+        assert run(receiver, PROMPTS) == expected
+
+
 @pytest.mark.parametrize(
     ("transfer", "settings", "message"),
     [
@@ -155,7 +213,8 @@ def _block_bytes(engine: LLMEngine) -> int:
         (sending(Path("/x"), endpoint="tcp://*:14579"), {}, "needs key_file"),
         (sending(Path("/x"), endpoint="udp://x:1"), {}, "must be tcp://"),
         (sending(Path("/x")), {"kv_offloading_size": 0}, "must be above 0"),
-        (sending(Path("/x")), {"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        (sending(Path("/x")), {"distributed_executor_backend": "ray"}, "=ray"),
+        (sending(Path("/x"), endpoint="tcp://x:65535"), {"data_parallel_size": 2}, "1 to 65534"),
         (sending(Path("/x"), endpoint=f"ipc://{__file__}"), {}, "is no socket"),
         (receiving(Path("/" + "x" * 200)), {}, "cannot connect to ipc://"),
     ],

@@ -6,6 +6,7 @@ Must not know: requests, hashes, files.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -20,7 +21,7 @@ import torch
 from ...ipc.block_offload import Beginning, Transfers
 from ...ipc.config import EngineConfig, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
-from ...ipc.kv_transfer import KVTransferConfig
+from ...ipc.kv_transfer import KVShare, KVTransferConfig
 from ..weights.packed_cache import weight_files
 from .block_memory import BlockMemory
 from .block_store import BlockStore, StoreError
@@ -89,8 +90,10 @@ class KVOffload:
         memory: BlockMemory,
         finish_steps: Callable[[], None] = lambda: None,
         transfer: KVTransferConfig | None = None,
+        share: KVShare = KVShare(),
     ):
-        """memory: of blocks and states. transfer: with which engines the store is shared.
+        """memory: of blocks and states. transfer: with which engines the store is shared, with the
+        addresses of this rank. share: of each block, which this rank has.
         finish_steps: waits until no step runs. One that does may write to blocks and places that
         are to be filled, for a request that has ended, but to none that is stored.
         """
@@ -101,15 +104,17 @@ class KVOffload:
         self._memory, self._finish_steps = memory, finish_steps
         self._padding = bytearray(store.block_bytes)  # of the last piece of a state
         self.transfers = Transfers()
+        self._reported = Transfers()  # by take_transfers
         self._sender, self._puller = None, None
         if transfer is not None and transfer.sends:
-            self._sender = BlockSender(transfer, lambda: self._store, self.transfers)
-        if transfer is not None and transfer.receives:
+            self._sender = BlockSender(transfer, lambda: self._store, self.transfers, share)
+        if transfer is not None and transfer.receives and transfer.peers:
             self._puller = BlockPuller(
                 transfer,
                 lambda: self._store,
                 self.transfers,
                 self.blocks_per_state,
+                share,
                 has_blocks=self.has_blocks,
             )
 
@@ -216,6 +221,14 @@ class KVOffload:
         added, removed = self._store.take_changes()
         gone, self._gone = self._gone - set(added), set()
         return added, [*removed, *gone]
+
+    def take_transfers(self) -> Transfers | None:
+        """What went between engines since the start; None: nothing since the last call."""
+        transfers = dataclasses.replace(self.transfers)
+        if transfers == self._reported:
+            return None
+        self._reported = transfers
+        return transfers
 
     def remove(self, names: Sequence[bytes]) -> None:
         """Forgets these blocks and states, if they are there. Other engines are not asked for them

@@ -11,6 +11,7 @@ Must not know: torch, what a block holds, requests.
 Both ends have a thread that works between the network and the store of this engine; no step waits
 for them. Blocks arrive in the store, where the engine finds them like those that it has evicted.
 The identity is that of a store (kv_offload.py): engines that would compute other bits are refused.
+Each rank of an engine exchanges its own share of blocks with the rank that has the same one.
 
 A prompt waits at most as long as the settings say. A peer that sends nothing in that time, or that
 is not there, is left alone for a while, so that the next prompts do not wait for it. One that sends
@@ -36,7 +37,7 @@ import zmq
 
 from ...ipc.block_offload import Beginning, Transfers, name_in_group
 from ...ipc.errors import InvalidParameterError, QuireError
-from ...ipc.kv_transfer import OPTION, KVTransferConfig
+from ...ipc.kv_transfer import OPTION, KVShare, KVTransferConfig
 from ...ipc.listener import listener_pid, read_token
 from ...ipc.socket_files import directory_lock
 from ...ipc.sockets import bind_to_engines, connect_to_engine, has_peer
@@ -60,11 +61,12 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     identity: bytes  # 32 bytes
     names: list[bytes]
     reads: bool = False
+    share: KVShare = KVShare()  # of each block, which the asking rank has
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     number: int
-    is_refused: bool = False  # the identities differ
+    refusal: str = ""  # why this engine's blocks are of no use to the asking one
     has: bytes = b""  # for each name 1 or 0
     checksums: list[int] = []  # of the blocks that follow: the first ones, up to one that is absent
 
@@ -79,10 +81,17 @@ class BlockSender:
     """Answers other engines from the store, in a thread."""
 
     def __init__(
-        self, config: KVTransferConfig, store: Callable[[], BlockStore], transfers: Transfers
+        self,
+        config: KVTransferConfig,
+        store: Callable[[], BlockStore],
+        transfers: Transfers,
+        share: KVShare = KVShare(),
     ):
-        """store: it is asked for each message, since it changes with the weights."""
+        """config: of this rank. store: it is asked for each message, since it changes with the
+        weights.
+        """
         self._config, self._store, self._transfers = config, store, transfers
+        self._share = share
         self._token = None if config.key_file is None else read_token(config.key_file, "key_file")
         path = Path(config.endpoint.removeprefix("ipc://"))
         self._path = path.absolute() if config.endpoint.startswith("ipc://") else None
@@ -142,9 +151,14 @@ class BlockSender:
 
     def _answer(self, ask: Ask) -> list[bytes | bytearray]:
         store = self._store()
-        if ask.identity != store.identity:
-            logger.warning("an engine of another model, type or version asked for KV blocks")
-            return [_encode(Answer(ask.number, is_refused=True))]
+        refusal = ""
+        if ask.share != self._share:
+            refusal = f"it is {self._share}, and this is {ask.share}"
+        elif ask.identity != store.identity:
+            refusal = "it has another model, type, block size, kernels or version"
+        if refusal:
+            logger.warning("an engine is sent no KV blocks: %s", refusal)
+            return [_encode(Answer(ask.number, refusal))]
         if not ask.reads:
             kept = store.names()
             has = bytes(name in kept for name in ask.names)
@@ -210,9 +224,9 @@ class Pull(NamedTuple):
 class Peer:
     """The connection to one producer."""
 
-    def __init__(self, context: zmq.Context, address: str, token: bytes | None):
+    def __init__(self, context: zmq.Context, address: str, token: bytes | None, share: KVShare):
         """Raises InvalidParameterError for an address that nobody can have."""
-        self.address = address
+        self.address, self._share = address, share
         # the file whose owner has to be this process's user; with a token, the token is checked
         self._own_file = address.removeprefix("ipc://") if token is None else None
         try:
@@ -231,7 +245,7 @@ class Peer:
         if self._own_file is not None and not _is_own(self._own_file):
             raise PeerFailure("its socket file is another user's, and there is no key_file")
         self._num_asked += 1
-        message = _encode(Ask(self._num_asked, identity, names, reads))
+        message = _encode(Ask(self._num_asked, identity, names, reads, self._share))
         with contextlib.suppress(zmq.Again):  # then no answer comes
             self._socket.send(message, zmq.NOBLOCK)
         return self._num_asked
@@ -256,8 +270,8 @@ class Peer:
             self.heard_at = time.monotonic()
             if answer.number != number:  # to a prompt that did not wait for it
                 continue
-            if answer.is_refused:
-                raise PeerFailure("it has another model, type, block size, kernels or version")
+            if answer.refusal:
+                raise PeerFailure(answer.refusal)
             return answer, blocks
         raise Unwanted
 
@@ -286,17 +300,18 @@ class BlockPuller:
         store: Callable[[], BlockStore],
         transfers: Transfers,
         pieces_per_state: int,
+        share: KVShare = KVShare(),
         *,
         has_blocks: bool,
     ):
-        """store: see BlockSender. has_blocks: whether blocks have bytes. Raises
+        """config, store: see BlockSender. has_blocks: whether blocks have bytes. Raises
         InvalidParameterError.
         """
         self._config, self._store, self._transfers = config, store, transfers
         self._num_pieces, self._has_blocks = pieces_per_state, has_blocks
         self._token = None if config.key_file is None else read_token(config.key_file, "key_file")
         self._context = zmq.Context(io_threads=1)
-        self._peers = [Peer(self._context, one, self._token) for one in config.peers]
+        self._peers = [Peer(self._context, one, self._token, share) for one in config.peers]
         self._waiting: SimpleQueue[Pull | None] = SimpleQueue()
         self._is_closed = threading.Event()
         self._distrusted: dict[bytes, None] = {}  # names that are not asked for

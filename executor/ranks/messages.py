@@ -9,9 +9,11 @@ from typing import Any
 
 import msgspec
 
+from ...ipc.block_offload import Beginning, Transfers
 from ...ipc.config import EngineConfig
 from ...ipc.lora import LoRARequest
 from ...ipc.messages import Failed, Message
+from ...ipc.models.kv_layout import KVLayout
 from ...ipc.params import StructuredOutputsParams
 from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ...ipc.trace import RanksTrace
@@ -103,6 +105,36 @@ class MoveBlocks(Message, tag="move", frozen=True):
     args: list[Any] = []
 
 
+class Fetch(Message, tag="fetch", frozen=True):
+    """Brings the rank's share of what other engines have of a prompt, beside steps. An Answer says
+    that it has ended. The fields are those of a Beginning (ipc/block_offload.py).
+    """
+
+    number: int
+    block_size: int
+    windows: tuple[int, ...]
+    digests: list[bytes]
+    cached: list[bytes]
+    num_to_state: int
+
+    @classmethod
+    def of(cls, number: int, beginning: Beginning) -> Fetch:
+        layout, digests, cached, num_to_state = beginning
+        return cls(
+            number, layout.block_size, layout.windows, list(digests), list(cached), num_to_state
+        )
+
+    def beginning(self) -> Beginning:
+        layout = KVLayout(self.block_size, self.windows)
+        return Beginning(layout, self.digests, set(self.cached), self.num_to_state)
+
+
+class EndFetch(Message, tag="end_fetch", frozen=True):
+    """Nobody waits for the Fetch with this number any more."""
+
+    number: int
+
+
 class CheckGrammar(Message, tag="grammar", frozen=True):
     number: int
     params: StructuredOutputsParams
@@ -121,7 +153,7 @@ class Leave(Message, tag="leave", frozen=True):
     """Tells a rank to end; it is the last message."""
 
 
-Command = Configure | Step | Call | MoveBlocks | CheckGrammar | ReadLora | Leave
+Command = Configure | Step | Call | MoveBlocks | Fetch | EndFetch | CheckGrammar | ReadLora | Leave
 
 # ---------------------------------------------------------------- from a rank
 
@@ -135,6 +167,7 @@ class Kept(Message, tag="kept", frozen=True):
     removed: list[bytes] = []
     num_corrupt: int = 0  # since the start
     is_loaded: bool = True  # what was to be loaded
+    transfers: Transfers | None = None  # since the start; None: nothing since the last Kept
 
 
 class OffloadOpened(Message, tag="opened", frozen=True):
@@ -192,7 +225,7 @@ class Loading(Message, tag="loading", frozen=True):
 
 
 class Answer(Message, tag="answer", frozen=True):
-    """Answers what is computed beside steps: a CheckGrammar or ReadLora with this number."""
+    """Answers what is done beside steps: a Fetch, CheckGrammar or ReadLora with this number."""
 
     number: int
     failure: Failed | None = None

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ...ipc.block_offload import Beginning
 from ...ipc.codec import MessageDecoder, MessageEncoder
 from ...ipc.config import EngineConfig
 from ...ipc.failures import unpack_exception
@@ -36,6 +37,8 @@ from .messages import (
     CheckGrammar,
     Command,
     Configure,
+    EndFetch,
+    Fetch,
     Kept,
     Leave,
     Loading,
@@ -179,8 +182,7 @@ class MultiprocExecutor:
         """See Executor."""
         if self.config.cache_config.kv_offloading_size:
             opened: list[OffloadOpened] = self._ask(Call("initialize_offload"))
-            tracks_changes = self.config.cache_config.publishes_kv_events
-            self._offload = RanksOffload(self, opened, tracks_changes=tracks_changes)
+            self._offload = RanksOffload(self, opened, self.config.cache_config)
         return self._offload
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
@@ -237,6 +239,19 @@ class MultiprocExecutor:
         with contextlib.suppress(RuntimeError):  # the next command raises it
             self._send(command)
             self._running.append(PendingRanks(self._finish_oldest, take))
+
+    def fetch(self, beginning: Beginning) -> Future[None]:
+        """See RankCalls."""
+        number, future = self._note_asked()
+
+        def end(done: Future[None]) -> None:
+            if done.cancelled():  # by the thread that makes all calls
+                with contextlib.suppress(RuntimeError):  # the next command raises it
+                    self._send(EndFetch(number))
+
+        future.add_done_callback(end)
+        self._send(Fetch.of(number, beginning))
+        return future
 
     def _take_output(self) -> ModelRunnerOutput:
         replies: list[StepDone] = self._collect(grace_s=0.0)
@@ -415,7 +430,8 @@ class MultiprocExecutor:
             self._arrived.notify_all()
         self.ranks.interrupt()
         for _, future in asked:
-            future.set_exception(RuntimeError(cause))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RuntimeError(cause))
         if on_failure is not None:
             on_failure(cause)
 
@@ -445,6 +461,8 @@ class MultiprocExecutor:
             if reply.failure is None and len(values) < self.size:
                 return
             del self._asked[reply.number]
+        if not future.set_running_or_notify_cancel():
+            return
         if reply.failure is None:
             future.set_result("|".join(values[rank] for rank in range(self.size)))
         else:

@@ -3,7 +3,7 @@
 Must not know: the scheduler, clients, how many steps are under way.
 
 It runs a Worker, with its part of every layer, and answers each command before it reads the next
-one, but CheckGrammar and ReadLora, which another thread does.
+one, but Fetch, CheckGrammar and ReadLora, which other threads do.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from .messages import (
     CheckGrammar,
     Command,
     Configure,
+    EndFetch,
+    Fetch,
     Kept,
     Leave,
     Loading,
@@ -131,7 +133,8 @@ class Rank:
         self._num_threads = num_threads
         self._decoder = MessageDecoder(Command, MAX_MESSAGE_BYTES)
         self._encoder = MessageEncoder(MAX_MESSAGE_BYTES)
-        self._lock = threading.Lock()  # of replies: a grammar's comes from another thread
+        self._lock = threading.Lock()  # of replies: some come from other threads
+        self._fetches: dict[int, Future[None]] = {}  # that have not ended, by their numbers
         self._worker: Worker
 
     def run(self) -> None:
@@ -150,6 +153,11 @@ class Rank:
             self._reply(self._call(command))
         elif isinstance(command, MoveBlocks):
             self._reply(move_blocks(self._worker, command))
+        elif isinstance(command, Fetch):
+            self._fetch(command)
+        elif isinstance(command, EndFetch):
+            if (fetch := self._fetches.get(command.number)) is not None:
+                fetch.cancel()
         elif isinstance(command, CheckGrammar):
             number = command.number
             params, is_known, owner = command.params, command.is_known, command.owner
@@ -162,6 +170,19 @@ class Rank:
         elif isinstance(command, Configure):
             self._configure(command.config)
             self._reply(Result())
+
+    def _fetch(self, command: Fetch) -> None:
+        number, offload = command.number, self._worker.offload
+        fetch = None if offload is None else offload.fetch(command.beginning())
+        if fetch is None:
+            return self._reply(Answer(number))
+        self._fetches[number] = fetch
+
+        def end(_: Future[None]) -> None:
+            del self._fetches[number]
+            self._reply(Answer(number))
+
+        fetch.add_done_callback(end)
 
     def _configure(self, config: EngineConfig) -> None:
         from .. import lean_import
@@ -239,15 +260,18 @@ def move_blocks(worker: Worker, command: MoveBlocks) -> Kept:
     if offload is None:  # this rank's layers keep nothing
         return Kept()
     is_loaded = getattr(offload, method)(*command.args) is not False
-    return Kept(*offload.take_names(), offload.num_corrupt, is_loaded)
+    names, transfers = offload.take_names(), offload.take_transfers()
+    return Kept(*names, offload.num_corrupt, is_loaded, transfers)
 
 
 def _changed(worker: Worker) -> Kept | None:
-    """What other engines have changed of what this rank keeps."""
-    if worker.offload is None:
+    """What other engines have changed of what this rank keeps, and what went between them."""
+    if (offload := worker.offload) is None:
         return None
-    added, removed = worker.offload.take_names()
-    return Kept(added, removed, worker.offload.num_corrupt) if added or removed else None
+    (added, removed), transfers = offload.take_names(), offload.take_transfers()
+    if not added and not removed and transfers is None:
+        return None
+    return Kept(added, removed, offload.num_corrupt, transfers=transfers)
 
 
 def digest_of(output: ModelRunnerOutput, drafts: tuple[list[int], list[int]] = ([], [])) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from quire.executor.ranks.rank import move_blocks, open_offload, run_step
 from quire.executor.ranks.rounds import PendingRanks, Rounds, Then
 from quire.executor.ranks.shared_links import shared_group
 from quire.executor.worker import Worker
+from quire.ipc.block_offload import Beginning
 from quire.ipc.config import EngineConfig
 from quire.ipc.lora import LoRARequest
 from quire.ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
@@ -97,7 +98,7 @@ class RankThreads:
     def initialize_offload(self) -> RanksOffload | None:
         if self.config.cache_config.kv_offloading_size:
             opened = self.on_each(open_offload)
-            self.offload = RanksOffload(self, opened, tracks_changes=False)
+            self.offload = RanksOffload(self, opened, self.config.cache_config)
         return self.offload
 
     def ask(self, command: MoveBlocks) -> list[Kept]:
@@ -108,6 +109,22 @@ class RankThreads:
     def submit(self, command: MoveBlocks, on_reply: Callable[[list[Kept]], None]) -> None:
         replies = self._begin(lambda rank: move_blocks(rank, command))
         self._add(lambda: on_reply([reply.result() for reply in replies]))
+
+    def fetch(self, beginning: Beginning) -> Future[None]:
+        found = [rank.offload.fetch(beginning) for rank in self.ranks if rank.offload is not None]
+        fetches, done = [one for one in found if one is not None], Future[None]()
+
+        def end(_: Future[None]) -> None:
+            wait(fetches)
+            if done.set_running_or_notify_cancel():
+                done.set_result(None)
+
+        done.add_done_callback(lambda _: [one.cancel() for one in fetches])
+        if fetches:
+            fetches[-1].add_done_callback(end)
+        else:
+            done.set_result(None)
+        return done
 
     def check_grammar(
         self, params: Any, *, is_known: bool = False, owner: str = ""

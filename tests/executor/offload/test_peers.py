@@ -18,7 +18,7 @@ from quire.executor.offload import peers
 from quire.executor.offload.block_store import BlockStore, Layout, checksum_of
 from quire.executor.offload.peers import Answer, Ask, BlockPuller, BlockSender
 from quire.ipc.block_offload import Beginning, Transfers
-from quire.ipc.kv_transfer import KVTransferConfig
+from quire.ipc.kv_transfer import KVShare, KVTransferConfig
 from quire.ipc.models.kv_layout import KVLayout
 
 BLOCK_BYTES = 5000
@@ -145,6 +145,22 @@ def wait_until(holds: Callable[[], object]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_rank_with_another_share_is_refused(address, caplog):
+    rank = KVShare(tensor_parallel_size=2, pipeline_parallel_size=1, rank=1)
+    config = KVTransferConfig(kv_role="kv_consumer", peers=[address])
+    here = make_store(4)
+    puller = BlockPuller(config, lambda: here, Transfers(), 0, rank, has_blocks=True)
+    with closing(sender(address, make_store(4, [0]))), closing(puller):
+        puller.fetch(prompt(2)).result(timeout=60)
+        assert not present(here)
+    sentence = (
+        "it is rank 0 with tensor_parallel_size=1 and pipeline_parallel_size=1, and this is rank 1 "
+        "with tensor_parallel_size=2 and pipeline_parallel_size=1"
+    )
+    assert f"{address} for 10 s, prompts are computed: {sentence}" in caplog.text
+    assert f"is sent no KV blocks: {sentence}" in caplog.text
 
 
 def test_the_beginning_of_a_prompt_stays_longest(address, monkeypatch):

@@ -21,6 +21,10 @@ from quire.executor.offload.names import piece_name
 from quire.executor.ranks.messages import Kept, MoveBlocks, OffloadOpened
 from quire.executor.ranks.offload import RanksOffload
 from quire.frontend.clients.inproc_client import InprocClient
+from quire.ipc.block_offload import Transfers
+from quire.ipc.config import CacheConfig
+from quire.ipc.kv_events import KVEventsConfig
+from quire.ipc.kv_transfer import KVTransferConfig
 from quire.kernels.cpu.native.library import library
 from quire.tests.client_forms import closing as closing_engine
 from quire.tests.client_forms import make_engine
@@ -327,6 +331,7 @@ class Calls:
 
 
 A, B, C = (bytes([i]) * 32 for i in range(1, 4))
+EVENTS = CacheConfig(kv_events_config=KVEventsConfig(enable_kv_cache_events=True))
 OPENED = OffloadOpened(num_blocks=9, block_bytes=100, has_blocks=True)
 
 
@@ -334,7 +339,7 @@ def test_a_block_is_kept_while_all_ranks_have_it():
     calls = Calls()
     first = OffloadOpened(num_blocks=7, block_bytes=50, has_blocks=True, kept=Kept([A, B]))
     second = OffloadOpened(num_blocks=9, block_bytes=100, has_blocks=True, kept=Kept([B, C]))
-    book = RanksOffload(calls, [first, second], tracks_changes=True)
+    book = RanksOffload(calls, [first, second], EVENTS)
     assert (book.num_blocks, book.block_bytes, book.blocks_per_state) == (7, 150, 0)
     assert [name in book.kept_blocks() for name in (A, B, C)] == [False, True, False]
     assert book.take_changes() == ([B], []) and book.take_changes() == ([], [])
@@ -359,12 +364,22 @@ def test_a_block_is_kept_while_all_ranks_have_it():
     assert [command.method for command in calls.commands] == methods
 
 
+def test_a_producer_waits_for_its_ranks_at_the_end_of_a_request():
+    calls, config = Calls(), KVTransferConfig(kv_role="kv_producer")
+    for transfer in (None, config):
+        book = RanksOffload(calls, [OPENED], CacheConfig(kv_transfer_config=transfer))
+        calls.replies = [[Kept([A], transfers=Transfers(num_blocks_sent=3))]]
+        book.touch([A])  # the next asks for it as soon as its client hears of the end
+        assert (A in book.kept_blocks()) == (transfer is not None) == (not calls.replies)
+    assert book.transfers.num_blocks_sent == 3
+
+
 def test_a_state_is_kept_while_all_ranks_have_all_its_pieces():
     pieces = {name: [piece_name(name, index) for index in range(3)] for name in (A, B, C)}
     states = OffloadOpened(num_blocks=9, block_bytes=100, blocks_per_state=1)  # no attention
     both = OffloadOpened(num_blocks=9, block_bytes=10, blocks_per_state=3, has_blocks=True)
     calls = Calls()
-    book = RanksOffload(calls, [states, both, OPENED, OffloadOpened()], tracks_changes=True)
+    book = RanksOffload(calls, [states, both, OPENED, OffloadOpened()], EVENTS)
     assert book.blocks_per_state == 3 and book.count_to_state([A, B, C]) == 0
     one_rank = [pieces[name][0] for name in (A, B, C)]
     book.note([Kept(one_rank), Kept([*pieces[A], *pieces[B][1:]]), None, None])
@@ -380,7 +395,7 @@ def test_a_state_is_kept_while_all_ranks_have_all_its_pieces():
 def test_blocks_of_no_rank_are_always_there():
     states = OffloadOpened(num_blocks=9, block_bytes=100, blocks_per_state=1)
     calls = Calls()
-    book = RanksOffload(calls, [states, states], tracks_changes=False)
+    book = RanksOffload(calls, [states, states], CacheConfig())
     assert A in book.kept_blocks() and book.load([(1, A)])
     book.store([(1, A)])
     assert not calls.commands

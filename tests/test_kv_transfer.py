@@ -12,13 +12,15 @@ import pytest
 import zmq
 from quire import InvalidParameterError, LLMEngine, SamplingParams
 from quire.executor.offload import peers
+from quire.ipc.kv_transfer import KVShare, KVTransferConfig
 from quire.kernels.cpu.native.library import library
-from quire.tests.client_forms import closing, make_engine
+from quire.tests.client_forms import blocking_engine, closing, make_engine
 from quire.tests.executor.ranks.test_offload import HYBRID, WINDOWED, settings_of, threads
 from quire.tests.fake_engine import wait_until
 from quire.tests.test_kv_offload import SETTINGS, run
 from quire.tests.tiny_models import save_tiny_model
 
+SHARING = SETTINGS | {"num_gpu_blocks_override": 200, "kv_offloading_size": 0.02}
 PROMPTS = [[300 + (7 * i + j * j) % 700 for j in range(150 - i)] for i in range(2)]
 native = pytest.mark.skipif(library is None, reason="torch's kernels do not promise the same bits")
 
@@ -32,8 +34,7 @@ def receiving(folder: Path, **fields) -> dict:
 
 
 def engine_with(transfer: dict | None, **settings) -> LLMEngine:
-    settings = SETTINGS | {"num_gpu_blocks_override": 200, "kv_offloading_size": 0.02} | settings
-    return make_engine(**settings, kv_transfer_config=transfer)
+    return make_engine(**SHARING | settings, kv_transfer_config=transfer)
 
 
 def metrics(engine: LLMEngine, *names: str) -> list[int]:
@@ -204,6 +205,34 @@ def test_ranks_that_are_processes_pull_and_give_up(tmp_path):
             while receiver.has_unfinished_requests():
                 receiver.step()
         assert run(receiver, PROMPTS) == expected
+
+
+def test_addresses_of_engines_and_ranks():
+    config = KVTransferConfig(
+        kv_role="kv_both", endpoint="tcp://a:5", peers=["tcp://b:9", "ipc:///b", "tcp://a:9"]
+    )
+    own = config.of_rank(1, KVShare(2, 2, 3))
+    assert own.endpoint == "tcp://a:12" and own.peers == ["tcp://b:12", "ipc:///b-rank3"]
+    of_file = KVTransferConfig(kv_role="kv_producer", endpoint="ipc:///a")
+    assert of_file.of_rank(2, KVShare()).endpoint == "ipc:///a.2"
+    assert of_file.of_rank(2, KVShare(2, 1, 1)).endpoint == "ipc:///a.2-rank1"
+
+
+@native
+@pytest.mark.parametrize("form", ["process", pytest.param("daemon", marks=pytest.mark.slow)])
+def test_a_consumer_pulls_from_each_of_several_engines(form, tmp_path):
+    settings = SHARING | {"kv_transfer_config": sending(tmp_path), "data_parallel_size": 2}
+    with ExitStack() as stack:
+        senders = stack.enter_context(blocking_engine(form, tmp_path, **settings))
+        expected = run(senders, PROMPTS)
+        both = [f"ipc://{tmp_path}/kv", f"ipc://{tmp_path}/kv.1"]
+        receiver = stack.enter_context(closing(engine_with(receiving(tmp_path, peers=both))))
+        assert run(receiver, PROMPTS) == expected
+        hits, failed = metrics(receiver, "external_prefix_cache_hits", "num_pulls_failed")
+        assert hits >= 2 * 128 and failed == 0
+        puller = receiver.client._engine.core.executor.offload._puller
+        assert all(peer.heard_at for peer in puller._peers)
+        assert metrics(senders, "num_blocks_sent") == metrics(receiver, "num_blocks_pulled")
 
 
 @pytest.mark.parametrize(

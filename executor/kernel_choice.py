@@ -155,15 +155,6 @@ def check_quantization(
         )
 
 
-def check_quantized_experts(quantization: str | None, device: str, has_experts: bool) -> None:
-    """Raises InvalidParameterError for experts that the kernels of a GPU do not multiply."""
-    if quantization is not None and device == "cuda" and has_experts:
-        raise InvalidParameterError(
-            "quantization",
-            f"{quantization} does not serve mixtures of experts on a GPU; leave it out",
-        )
-
-
 def check_kv_cache_dtype(
     kv_cache_dtype: str, ops: registry.OpTable, overrides: dict[str, str]
 ) -> None:

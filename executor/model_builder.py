@@ -34,7 +34,6 @@ from .kernel_choice import (
     check_kv_cache_dtype,
     check_latent_cache,
     check_quantization,
-    check_quantized_experts,
     chosen_kernels,
     warn_of_slow_heads,
     warn_of_slow_latents,
@@ -84,8 +83,6 @@ def select_operations(
         check_invariance(config, ops, shape)
     warn_of_unused_kernels(ops, kernels)
     check_quantization(config.model_config.quantization, ops, kernels)
-    has_experts = shape.experts is not None
-    check_quantized_experts(config.model_config.quantization, device.type, has_experts)
     if isinstance(shape, DecoderConfig) and shape.latent is not None:
         check_latent_cache(config.cache_config.kv_cache_dtype)
         warn_of_slow_latents(shape.head_dim, ops, kernels)

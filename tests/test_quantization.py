@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from quire import LLM, EngineArgs, InvalidParameterError
-from quire.executor.kernel_choice import check_quantization, check_quantized_experts
+from quire.executor.kernel_choice import check_quantization
 from quire.kernels.cpu.native.library import library
 from quire.tests.bench.bench_quantization import make_texts, perplexity
 
@@ -46,9 +46,6 @@ def test_refused_if_only_the_reference_supports_it():
     check_quantization("int4", ops, {OP: "reference"})
     check_quantization(None, ops, {})
     check_quantization("int8", SimpleNamespace(chosen={OP: "native"}), {})
-    check_quantized_experts("int8", "cuda", False), check_quantized_experts("int8", "cpu", True)
-    with pytest.raises(InvalidParameterError, match="quantization: int8 does not serve mixtures"):
-        check_quantized_experts("int8", "cuda", True)
 
 
 def test_reference_and_native_kernels_agree():

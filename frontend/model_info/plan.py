@@ -189,7 +189,7 @@ def make_plan(
     config = resolve(args)
     model_config, size = config.model_config, num_ranks(config)
     sizes = measure_model(model_config.hf_config, model_config.model, model_config.model_impl)
-    _check_supported(config, largest_head_dim(sizes.config), sizes.config.experts is not None)
+    _check_supported(config, largest_head_dim(sizes.config))
     memory = _measure_memory(config, memory_bytes)
     draft_bytes, draft_block_bytes = _bytes_of_draft(config)
     weights_bytes, keeps_blocks = weights_in_engine(config, sizes)
@@ -576,16 +576,10 @@ def resolve(args: EngineArgs) -> EngineConfig:
     return EngineArgs(**vars(args) | described).create_engine_config()
 
 
-def _check_supported(config: EngineConfig, head_dim: int, has_experts: bool) -> None:
+def _check_supported(config: EngineConfig, head_dim: int) -> None:
     """Raises the errors of the engine for unsupported combinations, with short messages."""
     kv_cache_dtype = config.cache_config.kv_cache_dtype
     if config.device_config.device == "cuda":
-        if config.model_config.quantization is not None and has_experts:
-            raise InvalidParameterError(
-                "quantization",
-                f"{config.model_config.quantization} does not serve mixtures of experts on a GPU; "
-                f"leave it out",
-            )
         _check_int8_heads(kv_cache_dtype, head_dim)
         return
     if not {"reshape_and_cache", "paged_attention"} <= config.device_config.kernels.keys():

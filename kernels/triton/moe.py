@@ -1,5 +1,5 @@
 """Implements mixtures of experts in Triton: routing, pairs of token and expert in tiles of one
-expert each, the experts' products, and their sum.
+expert each, and the sum of what experts return. Their products are in expert_products.py.
 
 Must not know: models, requests.
 
@@ -10,28 +10,18 @@ depend on the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..moe import UNGATED, ClampedSwiGLU, Experts
-from ..reference.gguf_linear import GROUP
+from ..moe import Experts
 from ..registry import register
-from .blocks import BlockLinear, multiply_shape, products
 from .device import PLAIN, PRIORITY, TILE, is_cuda
-from .quantized import quantize
+from .expert_products import ROWS, multiply, tables_of
 
-ROWS = 64  # pairs of a tile: the least of Hopper's widest products
-COLUMNS, DEPTH = 64, 64  # outputs of a program, and inputs per step
 PAIRS, TILES = 128, 128  # pairs, and tiles, per step of align_kernel
 LOWEST = tl.constexpr(-3.0e38)  # a choice that is less than any, but not taken
-ACTIVATIONS = ("silu", "gelu_tanh")
-CLAMPED, RELU_SQUARED = 3, 4
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit(do_not_specialize=["scale", "added"])
@@ -218,198 +208,6 @@ def align_kernel(
 
 
 @triton.jit
-def finish(
-    total,
-    up_total,
-    pair,
-    column,
-    bias_address,
-    out_ptr,
-    OUT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    GATE_SCALE: tl.constexpr,
-    GATE_LIMIT: tl.constexpr,
-):
-    """Adds the bias to a tile's sums, [ROWS, COLUMNS] f32, and stores what the activation makes of
-    them; see experts_kernel.
-    """
-    if HAS_BIAS:
-        bias_ptrs = tl.load(bias_address).to(tl.pointer_type(DTYPE)) + column
-        total += tl.load(bias_ptrs, mask=column < OUT, other=0.0).to(tl.float32)[None, :]
-        if IS_GATED:
-            up_bias = tl.load(bias_ptrs + OUT, mask=column < OUT, other=0.0)
-            up_total += up_bias.to(tl.float32)[None, :]
-    if ACTIVATION == 4:
-        relu = tl.maximum(total.to(DTYPE).to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
-        total = relu * relu
-    if IS_GATED:
-        gate = total.to(DTYPE).to(tl.float32)
-        up = up_total.to(DTYPE).to(tl.float32)
-        if ACTIVATION == 3:
-            gate = tl.minimum(gate, GATE_LIMIT, propagate_nan=tl.PropagateNan.ALL)
-            up = tl.clamp(up, -GATE_LIMIT, GATE_LIMIT, propagate_nan=tl.PropagateNan.ALL)
-            total = gate * tl.sigmoid(GATE_SCALE * gate) * (up + 1)
-        else:
-            inner = gate
-            if ACTIVATION == 2:  # as gate_kernel in activation.py
-                inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-            total = (gate * tl.sigmoid(inner)).to(DTYPE).to(tl.float32) * up
-    tl.store(
-        out_ptr + pair.to(tl.int64)[:, None] * OUT + column[None, :],
-        total.to(out_ptr.dtype.element_ty),
-        mask=(pair >= 0)[:, None] & (column < OUT)[None, :],
-    )
-
-
-@triton.jit
-def experts_kernel(
-    x_ptr,
-    pairs_ptr,
-    experts_ptr,
-    weights_ptr,
-    biases_ptr,
-    out_ptr,
-    x_stride,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    COUNT: tl.constexpr,
-    TOP_K: tl.constexpr,
-    DTYPE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    GATE_SCALE: tl.constexpr,
-    GATE_LIMIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    """out [pairs, OUT] = x [., IN], row pair // TOP_K, times the weight of the tile's expert, plus
-    its bias. ACTIVATION is 0 for none, 1 for SiLU, 2 for GELU, 3 for ClampedSwiGLU, 4 for the
-    square of ReLU. With the first three the weight IS_GATED: it has 2 * OUT rows, gate and up. Grid
-    (tiles, blocks of outputs).
-    """
-    expert = tl.load(experts_ptr + tl.program_id(0))
-    if expert < COUNT:
-        pair = tl.load(pairs_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS))
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        depth = tl.arange(0, DEPTH)
-        weight = tl.load(weights_ptr + expert).to(tl.pointer_type(DTYPE))
-        x_ptrs = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_stride + depth[None, :]
-        weight_ptrs = weight + column[None, :] * IN + depth[:, None]
-        total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        up_total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(0, IN, DEPTH):
-            here = depth < IN - start
-            x = tl.load(x_ptrs + start, mask=(pair >= 0)[:, None] & here[None, :], other=0.0)
-            mask = here[:, None] & (column < OUT)[None, :]
-            w = tl.load(weight_ptrs + start, mask=mask, other=0.0)
-            total = tl.dot(x, w, total, input_precision="ieee")
-            if IS_GATED:
-                up = tl.load(weight_ptrs + OUT * IN + start, mask=mask, other=0.0)
-                up_total = tl.dot(x, up, up_total, input_precision="ieee")
-        finish(
-            total,
-            up_total,
-            pair,
-            column,
-            biases_ptr + expert,
-            out_ptr,
-            OUT,
-            DTYPE,
-            HAS_BIAS,
-            ACTIVATION,
-            IS_GATED,
-            GATE_SCALE,
-            GATE_LIMIT,
-        )
-
-
-@triton.jit
-def block_experts_kernel(
-    numbers_ptr,
-    scales_ptr,
-    sums_ptr,
-    pairs_ptr,
-    experts_ptr,
-    weights_ptr,
-    biases_ptr,
-    out_ptr,
-    IN: tl.constexpr,
-    OUT: tl.constexpr,
-    COUNT: tl.constexpr,
-    TOP_K: tl.constexpr,
-    DTYPE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    GATE_SCALE: tl.constexpr,
-    GATE_LIMIT: tl.constexpr,
-    TYPE: tl.constexpr,
-    UNROLLED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Does what experts_kernel does with weights of blocks of TYPE, whose planes are at the
-    addresses (blocks.py), and x as quantize_kernel leaves it.
-    """
-    expert = tl.load(experts_ptr + tl.program_id(0))
-    if expert < COUNT:
-        pair = tl.load(pairs_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS))
-        column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
-        weight = tl.load(weights_ptr + expert).to(tl.pointer_type(tl.uint8))
-        row = (pair // TOP_K).to(tl.int64)
-        total = products(
-            numbers_ptr,
-            scales_ptr,
-            sums_ptr,
-            row,
-            pair >= 0,
-            weight,
-            column,
-            column < OUT,
-            OUT * (1 + IS_GATED),
-            IN // 32,
-            TYPE,
-            UNROLLED,
-        )
-        up_total = total
-        if IS_GATED:
-            up_total = products(
-                numbers_ptr,
-                scales_ptr,
-                sums_ptr,
-                row,
-                pair >= 0,
-                weight,
-                column + OUT,
-                column < OUT,
-                OUT * 2,
-                IN // 32,
-                TYPE,
-                UNROLLED,
-            )
-        finish(
-            total,
-            up_total,
-            pair,
-            column,
-            biases_ptr + expert,
-            out_ptr,
-            OUT,
-            DTYPE,
-            HAS_BIAS,
-            ACTIVATION,
-            IS_GATED,
-            GATE_SCALE,
-            GATE_LIMIT,
-        )
-
-
-@triton.jit
 def combine_kernel(
     x_ptr, weights_ptr, out_ptr, TOP_K: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -428,7 +226,7 @@ def combine_kernel(
 def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
     if "triton" not in experts.scratch:
         experts.scratch["triton"] = [
-            _layers(layers, x.device) for layers in (experts.gate_up, experts.down)
+            tables_of(layers, x.device) for layers in (experts.gate_up, experts.down)
         ]
     gate_up, down = experts.scratch["triton"]
     (num_tokens, top_k), count = expert_ids.shape, len(experts.down)
@@ -438,23 +236,14 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
         return out
     tiles = _tiles(expert_ids, count)
     inner = x.new_empty(num_tokens * top_k, inner_size)
-    _multiply(x, gate_up, inner, tiles, count, top_k, *_gate(experts.activation))
+    multiply(x, gate_up, inner, tiles, count, top_k, experts.activation)
     returned = x.new_empty(num_tokens * top_k, hidden_size, dtype=torch.float32)
-    _multiply(inner, down, returned, tiles, count, top_k=1)
+    multiply(inner, down, returned, tiles, count, top_k=1)
     block = min(TILE, triton.next_power_of_2(hidden_size))
     combine_kernel[num_tokens, triton.cdiv(hidden_size, block)](
         returned, weights.contiguous(), out, TOP_K=top_k, SIZE=hidden_size, BLOCK=block, **PLAIN
     )
     return out
-
-
-def _gate(activation: str | ClampedSwiGLU) -> tuple[int, float, float]:
-    """Returns ACTIVATION, GATE_SCALE and GATE_LIMIT of experts_kernel."""
-    if isinstance(activation, ClampedSwiGLU):
-        return CLAMPED, activation.scale, activation.limit
-    if activation in UNGATED:
-        return RELU_SQUARED, 0.0, 0.0
-    return 1 + ACTIVATIONS.index(activation), 0.0, 0.0
 
 
 def _tiles(expert_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -476,88 +265,6 @@ def _tiles(expert_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
         TILES=TILES,
     )
     return pairs, of_tiles
-
-
-class _Layers(NamedTuple):
-    """One linear layer of all experts. The packed layers own the weights."""
-
-    weights: Tensor  # [E] i64: addresses
-    biases: Tensor | None
-    shape: tuple[int, int]  # outputs, inputs
-    type: str | None  # of blocks
-
-
-def _multiply(
-    x: Tensor,
-    layers: _Layers,
-    out: Tensor,
-    tiles: tuple[Tensor, Tensor],
-    count: int,
-    top_k: int,
-    activation: int = 0,
-    gate_scale: float = 0.0,
-    gate_limit: float = 0.0,
-) -> None:
-    """out [pairs, OUT] = x [pairs / top_k, IN] times the layer of each pair's expert."""
-    pairs, of_tiles = tiles
-    addresses = layers.weights, layers.weights if layers.biases is None else layers.biases
-    options: dict[str, Any] = {
-        "IN": x.shape[1],
-        "OUT": out.shape[1],
-        "TOP_K": top_k,
-        "HAS_BIAS": layers.biases is not None,
-        "ACTIVATION": activation,
-        "IS_GATED": activation not in (0, RELU_SQUARED),
-        "GATE_SCALE": gate_scale,
-        "GATE_LIMIT": gate_limit,
-        "COUNT": count,
-        "DTYPE": DTYPES[x.dtype],
-        "ROWS": ROWS,
-        "COLUMNS": COLUMNS,
-    }
-    grid = len(of_tiles), triton.cdiv(out.shape[1], COLUMNS)
-    if layers.type is None:
-        experts_kernel[grid](
-            x, pairs, of_tiles, *addresses, out, x.stride(0), DEPTH=DEPTH, **options
-        )
-        return
-    shape = multiply_shape(ROWS, x.shape[1] // GROUP, layers.type)
-    block_experts_kernel[grid](
-        *quantize(x, GROUP),
-        pairs,
-        of_tiles,
-        *addresses,
-        out,
-        TYPE=layers.type,
-        **shape | options,
-        **PLAIN,
-    )
-
-
-def _layers(layers: Sequence[Any], device: torch.device) -> _Layers:
-    """All have a bias or none has, and all have the same shape and the same type of blocks."""
-    if any(isinstance(layer, BlockLinear) for layer in layers):
-        parts = [part for layer in layers for part in getattr(layer, "parts", [])]
-        kinds = {(part.type, part.num_rows) for part in parts}
-        if len(parts) != len(layers) or len(kinds) > 1:
-            raise ValueError("the experts of a layer must have blocks of one type")
-        [(block_type, num_rows)] = kinds
-        weights, shape = [part.data for part in parts], (num_rows, layers[0].num_blocks * GROUP)
-    else:
-        weights, block_type = [layer.weight for layer in layers], None
-        shape = tuple(weights[0].shape)
-    biases = [layer.bias for layer in layers]
-    has_bias = biases[0] is not None
-    if any((bias is not None) != has_bias for bias in biases):
-        raise ValueError("either all experts of a layer have a bias, or none")
-    if not all(tensor.is_contiguous() for tensor in (*weights, *(biases if has_bias else ()))):
-        raise ValueError("weights and biases of experts must be contiguous")
-
-    def addresses(tensors: list[Tensor]) -> Tensor:
-        found = torch.tensor([tensor.data_ptr() for tensor in tensors])
-        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
-
-    return _Layers(addresses(weights), addresses(biases) if has_bias else None, shape, block_type)
 
 
 @triton.jit

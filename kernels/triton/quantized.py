@@ -97,6 +97,56 @@ def quantize(x: Tensor, group: int, has_sums: bool = True) -> tuple[Tensor, Tens
 
 
 @triton.jit
+def group_products(
+    numbers_ptr,
+    scales_ptr,
+    row,
+    in_rows,
+    weight_ptr,
+    factors_ptr,
+    weight_scales_ptr,
+    column,
+    in_columns,
+    GROUPS: tl.constexpr,
+    G: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """[ROWS, COLUMNS] f32: rows of x times rows `column` of the weight; row and column are i64.
+
+    numbers [., GROUPS * G] int8 and scales [., GROUPS] f32 of quantize_kernel; weight
+    [., GROUPS * G] int8, or with 4 BITS half as many bytes: the low half of a byte is of a group's
+    first half, and the high one of its second; factors [., GROUPS, 2] int8; weight_scales
+    [., GROUPS] bf16.
+    """
+    row_start = row * (GROUPS * G)
+    STORED: tl.constexpr = G * BITS // 8  # bytes of a group
+    K: tl.constexpr = G // 2
+    k = tl.arange(0, K)
+    weight_start = column * (GROUPS * STORED)
+    total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
+    for group in range(GROUPS):
+        x_ptrs = numbers_ptr + (row_start + group * G)[:, None] + k[None, :]
+        first = tl.load(x_ptrs, mask=in_rows[:, None], other=0)
+        second = tl.load(x_ptrs + K, mask=in_rows[:, None], other=0)
+        w_ptrs = weight_ptr + (weight_start + group * STORED)[:, None] + k[None, :]
+        low = tl.load(w_ptrs, mask=in_columns[:, None], other=0)
+        if BITS == 8:
+            high = tl.load(w_ptrs + K, mask=in_columns[:, None], other=0)
+        else:
+            factor_ptrs = factors_ptr + (column * GROUPS + group) * 2
+            high = (low >> 4) * tl.load(factor_ptrs + 1, mask=in_columns, other=0)[:, None]
+            low = ((low << 4) >> 4) * tl.load(factor_ptrs, mask=in_columns, other=0)[:, None]
+        exact = tl.dot(first, tl.trans(low), out_dtype=tl.int32)
+        exact = tl.dot(second, tl.trans(high), exact, out_dtype=tl.int32)
+        scale = tl.load(scales_ptr + row * GROUPS + group, mask=in_rows, other=0.0)
+        of_weight = tl.load(
+            weight_scales_ptr + column * GROUPS + group, mask=in_columns, other=0.0
+        ).to(tl.float32)
+        total = tl.fma(exact.to(tl.float32), of_weight[None, :] * scale[:, None], total)
+    return total
+
+
+@triton.jit
 def multiply_kernel(
     numbers_ptr,
     scales_ptr,
@@ -114,45 +164,28 @@ def multiply_kernel(
     BITS: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Grid (blocks of rows, blocks of columns): out [num_rows, num_columns].
-
-    numbers [num_rows, GROUPS * G] int8 and scales [num_rows, GROUPS] f32 of quantize_kernel; weight
-    [num_columns, GROUPS * G] int8, or with 4 BITS half as many bytes: the low half of a byte is of
-    a group's first half, and the high one of its second; factors [num_columns, GROUPS, 2] int8;
-    weight_scales [num_columns, GROUPS] bf16.
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    """Grid (blocks of rows, blocks of columns): out [num_rows, num_columns]. See group_products."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     in_rows, in_columns = row < num_rows, column < num_columns
-    row_start = row.to(tl.int64) * (GROUPS * G)
-    STORED: tl.constexpr = G * BITS // 8  # bytes of a group
-    K: tl.constexpr = G // 2
-    k = tl.arange(0, K)
-    weight_start = column.to(tl.int64) * (GROUPS * STORED)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for group in range(GROUPS):
-        x_ptrs = numbers_ptr + (row_start + group * G)[:, None] + k[None, :]
-        first = tl.load(x_ptrs, mask=in_rows[:, None], other=0)
-        second = tl.load(x_ptrs + K, mask=in_rows[:, None], other=0)
-        w_ptrs = weight_ptr + (weight_start + group * STORED)[:, None] + k[None, :]
-        low = tl.load(w_ptrs, mask=in_columns[:, None], other=0)
-        if BITS == 8:
-            high = tl.load(w_ptrs + K, mask=in_columns[:, None], other=0)
-        else:
-            factor_ptrs = factors_ptr + (column.to(tl.int64) * GROUPS + group) * 2
-            high = (low >> 4) * tl.load(factor_ptrs + 1, mask=in_columns, other=0)[:, None]
-            low = ((low << 4) >> 4) * tl.load(factor_ptrs, mask=in_columns, other=0)[:, None]
-        exact = tl.dot(first, tl.trans(low), out_dtype=tl.int32)
-        exact = tl.dot(second, tl.trans(high), exact, out_dtype=tl.int32)
-        scale = tl.load(scales_ptr + row * GROUPS + group, mask=in_rows, other=0.0)
-        of_weight = tl.load(
-            weight_scales_ptr + column * GROUPS + group, mask=in_columns, other=0.0
-        ).to(tl.float32)
-        total = tl.fma(exact.to(tl.float32), of_weight[None, :] * scale[:, None], total)
+    total = group_products(
+        numbers_ptr,
+        scales_ptr,
+        row,
+        in_rows,
+        weight_ptr,
+        factors_ptr,
+        weight_scales_ptr,
+        column,
+        in_columns,
+        GROUPS,
+        G,
+        BITS,
+    )
     if BIAS:
         bias = tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)
         total += bias[None, :]
-    places = row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    places = row[:, None] * num_columns + column[None, :]
     mask = in_rows[:, None] & in_columns[None, :]
     tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -170,7 +203,7 @@ class QuantizedLinear:
         self.numbers, self.factors, self.scales = (torch.cat(part) for part in zip(*parts))
 
     def _pack(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See multiply_kernel, whose factors are empty with 8 bits."""
+        """See group_products, whose factors are empty with 8 bits."""
         grouped = in_groups(rows.float(), self.group)
         if self.bits == 8:
             numbers, scales = quantize_int8(grouped)

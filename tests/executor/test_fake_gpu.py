@@ -19,6 +19,7 @@ from quire.tests.executor.driver import start_executor
 from quire.tests.fake_gpu import OnGpu, fake_gpu
 from quire.tests.quantized_checkpoints import write_quantized
 from quire.tests.tiny_fallbacks import save_tiny_fallback
+from quire.tests.tiny_models import save_tiny_model
 
 PROMPTS = [
     "Once upon a time, there was a little dog. The dog liked to play. " * 3,
@@ -93,6 +94,25 @@ def test_a_quantized_checkpoint_stays_packed(tmp_path: Path) -> None:
     args = [EngineArgs(settings["model"], device=d, dtype="bfloat16") for d in ("cpu", "cuda")]
     plans = [make_plan(each, memory_bytes=2**33) for each in args]
     assert plans[1].keeps_blocks and plans[1].weights_bytes == plans[0].weights_bytes
+
+
+def test_experts_in_int4(tmp_path: Path) -> None:
+    """Weights are quantized on the GPU."""
+    model = save_tiny_model(tmp_path, "qwen3_moe", seed=3)
+    prompts, params = [[5, 6, 7], [40] * 9], SamplingParams(temperature=0.5, seed=3)
+
+    def tokens(device: str) -> list[Any]:
+        executor = start_executor(model, device=device, quantization="int4")
+        return [row.output for row in generate_rows(executor, prompts, 6, params)]
+
+    expected = tokens("cpu")
+    with fake_gpu():
+        assert tokens("cuda") == expected
+    plans = [
+        make_plan(EngineArgs(str(model), device="cuda", quantization=bits), memory_bytes=2**33)
+        for bits in ("int4", None)
+    ]
+    assert plans[0].weights_bytes < plans[1].weights_bytes
 
 
 def test_a_cache_in_int8() -> None:

@@ -45,9 +45,10 @@ def test_blocks_have_the_specified_bits(type: str) -> None:
         assert torch.equal(found, wanted[:count]), count
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_tokens_equal_the_cpus(quantization: str, tmp_path) -> None:
-    model = save_tiny_model(tmp_path, "qwen2", seed=3)
+def test_tokens_equal_the_cpus(quantization: str, kind: str, tmp_path) -> None:
+    model = save_tiny_model(tmp_path, kind, seed=3)
     expected = run(model, device="cpu", quantization=quantization)
     found = run(model, device=DEVICE, quantization=quantization)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]

@@ -1,9 +1,12 @@
 """Budgets of mixtures of experts."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from quire.kernels.moe import ClampedSwiGLU, Experts
 from quire.kernels.triton import moe
+from quire.kernels.triton.quantized import QuantizedLinear
 from quire.tests.kernels.case import DenseLayer
 from quire.tests.kernels.triton.budget import Budget, bf16, combinations
 
@@ -31,6 +34,15 @@ def clamped() -> torch.Tensor:
     )
     ids = torch.zeros(64, 4, dtype=torch.int32)
     return moe.fused_moe(bf16(64, 2880), ids, torch.zeros(64, 4), experts)
+
+
+def quantized(bits: int) -> Callable[[], torch.Tensor]:
+    """Of Qwen3-30B-A3B's columns, with fewer experts and rows."""
+    first = QuantizedLinear(torch.ones(128, 2048).bfloat16(), None, bits)
+    last = QuantizedLinear(torch.ones(2048, 64).bfloat16(), None, bits)
+    experts = Experts([first] * 2, [last] * 2, "silu")
+    ids = torch.zeros(64, 2, dtype=torch.int32)
+    return lambda: moe.fused_moe(bf16(64, 2048), ids, torch.zeros(64, 2), experts)
 
 
 BUDGETS = [
@@ -72,6 +84,23 @@ BUDGETS = [
         registers=40,
     ),
 ]
+
+OTHERS = [
+    Budget(
+        f"fused_moe, int{bits}",
+        quantized(bits),
+        launches=6,
+        wide_loads=False,
+        contains={80: (r"\bIMMA\b",), 90: (r"\bIGMMA\b",)},
+    )
+    for bits in (8, 4)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("budget", "arch"), combinations(OTHERS), ids=str)
+def test_other_budgets(budget, arch):
+    budget.check(arch)
 
 
 @pytest.mark.parametrize(("budget", "arch"), combinations(BUDGETS), ids=str)

@@ -8,7 +8,7 @@ import torch
 from quire.kernels import registry
 from quire.kernels.moe import ClampedSwiGLU, Experts
 from quire.kernels.reference.gguf_linear import TYPES
-from quire.tests.kernels.case import random_blocks
+from quire.tests.kernels.case import DenseLayer, random_blocks
 from quire.tests.kernels.triton.guard import reachable
 from quire.tests.kernels.triton.interpreted.test_quantized import same
 
@@ -62,3 +62,38 @@ def test_experts_are_the_references(type, activation):
     mine, other = results
     # the activations' last bits differ, as with weights in bf16
     torch.testing.assert_close(mine, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu_squared"])
+def test_experts_of_several_types_are_the_references(activation):
+    """Within an expert, among experts, and beside one that is dense."""
+    torch.manual_seed(2)
+    kinds = [["Q8_0", "INT4_128"], ["INT4_128", "INT4_128"], ["INT4_128", "Q8_0"]]
+    blocks = [[random_blocks(40, 128, kind) for kind in of_expert] for of_expert in kinds]
+    rows = 40 if activation == "silu" else 80
+    dense = DenseLayer(torch.randn(80, 128).bfloat16() / 11)
+    down = [DenseLayer(torch.randn(128, rows).bfloat16() / 9) for _ in range(4)]
+    x, ids = torch.randn(4, 128).bfloat16(), torch.tensor([[0, 3], [2, 1], [3, 0], [1, 2]]).int()
+    weights, results = torch.rand(4, 2), []
+    for pack, mix in zip(functions("pack_gguf_linear"), functions("fused_moe")):
+        first = [pack(*one, None, torch.bfloat16) for one in zip(blocks, kinds)] + [dense]
+        held = [part.data for layer in first for part in getattr(layer, "parts", ())]
+        with reachable([*held, *(layer.weight for layer in (dense, *down))]):
+            results.append(mix(x, ids, weights, Experts(first, down, activation)))
+    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+
+
+def test_experts_of_several_types_have_the_bits_of_each_layer():
+    """Of the second layer, whose results are not activated."""
+    torch.manual_seed(3)
+    kinds = ["Q8_0", "INT4_128", "INT4_128"]
+    blocks, bias = [random_blocks(40, 128, kind) for kind in kinds], torch.randn(40).bfloat16()
+    x, ids = torch.randn(3, 40).bfloat16(), torch.tensor([[0], [2], [1]]).int()
+    first = [DenseLayer(torch.eye(128, 40).bfloat16())] * 3
+    results = []
+    for pack, mix in zip(functions("pack_gguf_linear"), functions("fused_moe")):
+        down = [pack([one], [kind], bias, torch.bfloat16) for one, kind in zip(blocks, kinds)]
+        held = [part.data for layer in down for part in getattr(layer, "parts", ())]
+        with reachable([*held, bias, first[0].weight]):
+            results.append(mix(x, ids, torch.ones(3, 1), Experts(first, down, "relu_squared")))
+    assert torch.equal(*results)

@@ -4,6 +4,7 @@ with the server's address.
 
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from importlib.metadata import version
@@ -47,6 +48,22 @@ def run(checks: dict[str, Any], distribution: str, found_version: str | None = N
             except Exception:
                 found["failed"][name] = traceback.format_exc()
     print(json.dumps(found))
+
+
+def until(look: Callable[[], Any], is_it: Callable[[Any], bool], seconds: float = 60) -> Any:
+    """Return what `look` returns as soon as it is the right thing."""
+    deadline = time.monotonic() + seconds
+    while not is_it(found := look()):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+    return found
+
+
+def batch_lines(names: str, **fields: Any) -> bytes:
+    """Return the file of a batch with a question for each letter, which is its custom_id."""
+    body = {"model": "quire", "messages": QUESTION, "max_tokens": 16, "temperature": 0} | fields
+    line = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    return b"".join(json.dumps(line | {"custom_id": name}).encode() + b"\n" for name in names)
 
 
 def raises(error: type[Exception], call: Callable[[], Any]) -> Any:

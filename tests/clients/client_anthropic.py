@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import anthropic
-from checks import ANSWER, QUESTION, TOOL, raises, run
+from checks import ANSWER, QUESTION, TOOL, raises, run, until
 
 REQUIREMENTS = {"anthropic": "anthropic", "anthropic_previous": "anthropic<2"}
 DISTRIBUTION = "anthropic"
@@ -154,6 +154,49 @@ def check_async(address: str, _: str) -> None:
             return await asyncio.gather(*[one() for _ in range(8)])
 
     assert asyncio.run(converse()) == [ANSWER] * 8
+
+
+def batch_of(address: str, names: str, **fields: object) -> anthropic.types.messages.MessageBatch:
+    """Return a new batch with a question for each letter, which is its custom_id."""
+    params = {"model": "quire", "messages": QUESTION, "max_tokens": 16, "temperature": 0} | fields
+    requests = [{"custom_id": name, "params": params} for name in names]
+    return client(address).messages.batches.create(requests=requests)
+
+
+def ended(address: str, id: str) -> anthropic.types.messages.MessageBatch:
+    batches = client(address).messages.batches
+    return until(lambda: batches.retrieve(id), lambda found: found.processing_status == "ended")
+
+
+def check_batches(address: str, _: str) -> None:
+    batches = client(address).messages.batches
+    batch = batch_of(address, "abc")
+    assert batch.processing_status == "in_progress" and batch.type == "message_batch"
+    done = ended(address, batch.id)
+    assert done.request_counts.succeeded == 3 and done.ended_at >= done.created_at
+    results = {one.custom_id: one.result for one in batches.results(batch.id)}
+    assert {name: one.message.content[0].text for name, one in results.items()} == dict.fromkeys(
+        "abc", ANSWER
+    )
+    assert results["a"].type == "succeeded" and results["a"].message.stop_reason == "end_turn"
+    assert batch.id in {one.id for one in batches.list(limit=1)}  # iterating reads every page
+    assert batches.delete(batch.id).id == batch.id
+    raises(anthropic.NotFoundError, lambda: batches.retrieve(batch.id))
+
+
+def check_batches_with_errors(address: str, _: str) -> None:
+    batches = client(address).messages.batches
+    batch = batch_of(address, "ab", temperature=-1)
+    assert ended(address, batch.id).request_counts.errored == 2
+    result = next(iter(batches.results(batch.id))).result
+    assert result.type == "errored" and result.error.error.type == "invalid_request_error"
+    assert "temperature" in result.error.error.message
+    long = batch_of(address, "abcdefgh", max_tokens=400)
+    raises(anthropic.BadRequestError, lambda: batches.delete(long.id))
+    assert batches.cancel(long.id).processing_status in ("canceling", "ended")
+    assert ended(address, long.id).request_counts.processing == 0
+    raises(anthropic.BadRequestError, lambda: batch_of(address, "aa"))
+    raises(anthropic.NotFoundError, lambda: batches.retrieve("msgbatch_1"))
 
 
 if __name__ == "__main__":

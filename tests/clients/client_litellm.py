@@ -7,7 +7,7 @@ import os
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it downloads a table of prices
 
 import litellm
-from checks import ANSWER, QUESTION, TOOL, raises, run
+from checks import ANSWER, QUESTION, TOOL, batch_lines, raises, run, until
 
 REQUIREMENTS = {"litellm": "litellm mcp"}  # it imports mcp if tools are given
 DISTRIBUTION = "litellm"
@@ -90,6 +90,29 @@ def check_errors(address: str, _: str) -> None:
         litellm.NotFoundError,
         lambda: litellm.completion(**complete(address, model="openai/nothing")),
     )
+
+
+def check_files_and_batches(address: str, _: str) -> None:
+    server = {"custom_llm_provider": "openai", "api_base": f"{address}/v1", "api_key": "none"}
+    file = litellm.create_file(file=("in.jsonl", batch_lines("abc")), purpose="batch", **server)
+    batch = litellm.create_batch(
+        completion_window="24h",
+        endpoint="/v1/chat/completions",
+        input_file_id=file.id,
+        metadata={"is": "mine"},
+        **server,
+    )
+
+    def look() -> object:
+        return litellm.retrieve_batch(batch_id=batch.id, **server)
+
+    done = until(look, lambda found: found.status in ("completed", "failed"))
+    assert done.status == "completed" and done.request_counts.completed == 3, done
+    answers = litellm.file_content(file_id=done.output_file_id, **server).text.splitlines()
+    bodies = [json.loads(line)["response"]["body"] for line in answers]
+    assert [body["choices"][0]["message"]["content"] for body in bodies] == [ANSWER] * 3
+    assert batch.id in {one.id for one in litellm.list_batches(limit=20, **server).data}
+    assert litellm.file_delete(file_id=file.id, **server).deleted
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import json
 from typing import Literal
 
 import openai
-from checks import ANSWER, QUESTION, TOOL, raises, run
+from checks import ANSWER, QUESTION, TOOL, batch_lines, raises, run, until
 from pydantic import BaseModel
 
 REQUIREMENTS = {"openai": "openai", "openai_previous": "openai<3"}
@@ -224,6 +224,91 @@ def check_leaving_a_stream(address: str, _: str) -> None:
     next(iter(stream))
     stream.close()
     assert client(address).chat.completions.create(**CHAT).choices[0].message.content == ANSWER
+
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def batch_of(address: str, lines: bytes) -> openai.types.Batch:
+    """Return a new batch of these lines."""
+    api = client(address)
+    file = api.files.create(file=("in.jsonl", lines), purpose="batch")
+    return api.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+        metadata={"is": "mine"},
+    )
+
+
+def ended(address: str, batch: openai.types.Batch) -> openai.types.Batch:
+    batches = client(address).batches
+    return until(lambda: batches.retrieve(batch.id), lambda found: found.status in ENDED)
+
+
+def check_files(address: str, _: str) -> None:
+    files = client(address).files
+    after = {"anchor": "created_at", "seconds": 3600}
+    made = [
+        files.create(file=("in.jsonl", b"{}\n"), purpose="batch", expires_after=after)
+        for _ in range(3)
+    ]
+    assert made[0].expires_at == made[0].created_at + 3600 and made[0].filename == "in.jsonl"
+    assert files.wait_for_processing(made[0].id).bytes == 3
+    pages = files.list(limit=1, purpose="batch", order="asc")  # iterating reads every page
+    assert {file.id for file in made} <= {file.id for file in pages}
+    assert files.content(made[0].id).read() == b"{}\n" and files.content(made[0].id).text == "{}\n"
+    assert files.delete(made[0].id).deleted
+    raises(openai.NotFoundError, lambda: files.retrieve(made[0].id))
+    wrong = raises(openai.BadRequestError, lambda: files.create(file=b"1", purpose="vision"))
+    assert wrong.param == "purpose"
+
+
+def check_batches(address: str, _: str) -> None:
+    batch = batch_of(address, batch_lines("abc") + batch_lines("x", temperature=-1))
+    done = ended(address, batch)
+    counts = done.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (4, 3, 1), done
+    assert done.status == "completed" and done.metadata == {"is": "mine"} and done.errors is None
+    answers = {}
+    for line in client(address).files.content(done.output_file_id).text.splitlines():
+        row = json.loads(line)
+        answers[row["custom_id"]] = openai.types.chat.ChatCompletion.model_validate(
+            row["response"]["body"], strict=True
+        )
+    assert {name: one.choices[0].message.content for name, one in answers.items()} == dict.fromkeys(
+        "abc", ANSWER
+    )
+    (failed,) = client(address).files.content(done.error_file_id).iter_lines()
+    assert json.loads(failed)["response"]["body"]["error"]["param"] == "temperature"
+    assert done.id in {one.id for one in client(address).batches.list(limit=1)}
+
+
+def check_batches_that_do_not_complete(address: str, _: str) -> None:
+    failed = ended(address, batch_of(address, batch_lines("aa")))
+    assert failed.status == "failed" and failed.errors.data[0].line == 2
+    assert failed.errors.data[0].code == "duplicate_custom_id"
+    long = batch_lines("abcdefgh", max_tokens=400, ignore_eos=True)
+    batch = batch_of(address, long)
+    assert client(address).batches.cancel(batch.id).status == "cancelling"
+    assert ended(address, batch).status == "cancelled"
+    raises(openai.ConflictError, lambda: client(address).batches.cancel(batch.id))
+    raises(openai.NotFoundError, lambda: client(address).batches.retrieve("batch_1"))
+
+
+def check_async_batches(address: str, _: str) -> None:
+    async def listed() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as asynchronous:
+            file = await asynchronous.files.create(file=batch_lines("a"), purpose="batch")
+            batch = await asynchronous.batches.create(
+                input_file_id=file.id,
+                endpoint="/v1/chat/completions",
+                completion_window="24h",
+            )
+            return [batch.id, *[one.id async for one in asynchronous.batches.list(limit=2)]]
+
+    made, *found = asyncio.run(listed())
+    assert found[0] == made
 
 
 if __name__ == "__main__":

@@ -120,11 +120,11 @@ def server_of(flags: tuple[str, ...], model: str) -> Iterator[str]:
     from quire.tests.frontend.server.conftest import running_server
 
     with tempfile.TemporaryDirectory() as directory:
-        named = []
+        named = ["--batch-dir", str(Path(directory) / "batches")]
         if model:
             from quire.tests.seeing_models import save_seeing_model
 
-            named = [str(save_seeing_model(Path(directory), model))]
+            named.append(str(save_seeing_model(Path(directory), model)))
         with running_server(*named, *SERVER_FLAGS, *flags) as server:
             yield str(server.base_url).rstrip("/")
 

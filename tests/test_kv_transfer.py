@@ -4,6 +4,7 @@ end: the same bits as without, and what a peer that is gone, slow or another one
 
 from __future__ import annotations
 
+import json
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ from quire import InvalidParameterError, LLMEngine, SamplingParams
 from quire.executor.offload import peers
 from quire.ipc.kv_transfer import KVShare, KVTransferConfig
 from quire.kernels.cpu.native.library import library
-from quire.tests.client_forms import blocking_engine, closing, make_engine
+from quire.tests.client_forms import closing, daemon, make_engine
 from quire.tests.executor.ranks.test_offload import HYBRID, WINDOWED, settings_of, threads
 from quire.tests.fake_engine import wait_until
 from quire.tests.test_kv_offload import SETTINGS, run
@@ -221,9 +222,14 @@ def test_addresses_of_engines_and_ranks():
 @native
 @pytest.mark.parametrize("form", ["process", pytest.param("daemon", marks=pytest.mark.slow)])
 def test_a_consumer_pulls_from_each_of_several_engines(form, tmp_path):
-    settings = SHARING | {"kv_transfer_config": sending(tmp_path), "data_parallel_size": 2}
+    settings = SHARING | {"data_parallel_size": 2}
     with ExitStack() as stack:
-        senders = stack.enter_context(blocking_engine(form, tmp_path, **settings))
+        if form == "daemon":
+            config = json.dumps(sending(tmp_path))
+            form = stack.enter_context(daemon(tmp_path, **settings, kv_transfer_config=config))
+        else:
+            settings["kv_transfer_config"] = sending(tmp_path)
+        senders = stack.enter_context(closing(make_engine(form, **settings)))
         expected = run(senders, PROMPTS)
         both = [f"ipc://{tmp_path}/kv", f"ipc://{tmp_path}/kv.1"]
         receiver = stack.enter_context(closing(engine_with(receiving(tmp_path, peers=both))))

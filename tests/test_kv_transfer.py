@@ -5,9 +5,13 @@ end: the same bits as without, and what a peer that is gone, slow or another one
 from __future__ import annotations
 
 import json
+import os
+import random
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from signal import SIGKILL
+from typing import Any
 
 import pytest
 import zmq
@@ -116,6 +120,48 @@ def test_a_peer_that_is_gone_or_another_one_costs_a_bounded_wait(tmp_path, monke
         run(sender, PROMPTS)
         assert run(receiver, PROMPTS) == expected
         assert metrics(receiver, "num_blocks_pulled", "num_pulls_failed") == [0, 2]
+
+
+@native
+@pytest.mark.parametrize("num_kills", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_producer_that_is_killed_while_it_sends_is_used_again(num_kills, tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "CONNECT_S", 0.05)
+    monkeypatch.setattr(peers, "PAUSE_S", 0.05)
+    monkeypatch.setattr(peers, "BATCH_BYTES", 1)  # one block at once
+    rng, ask, victims = random.Random(num_kills), peers.Peer.ask, []
+
+    def ask_or_kill(peer: peers.Peer, *args: Any, reads: bool) -> int:
+        if reads and victims and rng.random() < 0.1:
+            os.kill(victims.pop(), SIGKILL)
+        return ask(peer, *args, reads=reads)
+
+    monkeypatch.setattr(peers.Peer, "ask", ask_or_kill)
+    with closing(engine_with(None)) as alone:
+        expected = run(alone, PROMPTS)
+    with ExitStack() as stack:
+        sender, receiver = (
+            stack.enter_context(closing(engine_with(one, engine=form, engine_restarts=100)))
+            for one, form in (
+                (sending(tmp_path), "process"),
+                (receiving(tmp_path, timeout_s=60.0), "inproc"),
+            )
+        )
+
+        def pulls_all() -> bool:
+            assert receiver.reset_prefix_cache()
+            before = metrics(receiver, "num_blocks_pulled", "num_pulls_failed")
+            assert run(receiver, PROMPTS) == expected
+            now = metrics(receiver, "num_blocks_pulled", "num_pulls_failed")
+            return now == [before[0] + 18 + 18, before[1]]
+
+        for _ in range(num_kills):
+            assert run(sender, PROMPTS) == expected  # one that was started again has nothing
+            wait_until(pulls_all)
+            victims.append(sender.client.engine_pid)
+            wait_until(lambda: not pulls_all())
+            assert not victims and receiver.call_utility("check_integrity")
+        run(sender, PROMPTS)
+        wait_until(pulls_all)
 
 
 class FaultyPeer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -13,11 +14,14 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from quire import LLM, SamplingParams
 from quire.tests.fake_engine import wait_until
+from quire.tests.frontend.server.conftest import running_server
+from starlette.testclient import TestClient
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -50,7 +54,8 @@ PROMISES = {
 def test_every_program_is_tested_and_listed() -> None:
     programs = {path.name for path in EXAMPLES.glob("*.py")}
     # vector_store.py needs packages of its own: tests/clients/client_qdrant.py runs it
-    assert programs == {*PROMISES, "web_app.py", "vector_store.py"} and len(programs) == 12
+    others = {"web_app.py", "vector_store.py", "prefill_proxy.py"}
+    assert programs == {*PROMISES, *others} and len(programs) == 13
     listed = re.findall(r"^\| \[(\w+\.py)\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     assert set(listed) == programs
 
@@ -155,3 +160,37 @@ def test_the_web_application(tmp_path: Path) -> None:
             app.terminate()
             app.wait(timeout=60)
     assert app.returncode == 0 or app.returncode == -15
+
+
+@pytest.mark.timeout(300)
+def test_the_prefill_proxy(tmp_path: Path) -> None:
+    transfer = {"kv_role": "kv_producer", "endpoint": f"ipc://{tmp_path}/kv"}
+    pull = {"kv_role": "kv_consumer", "peers": [transfer["endpoint"]]}
+    body = {"prompt": "Once upon a time there was a fox. " * 8, "max_tokens": 8, "temperature": 0}
+    with ExitStack() as stack:
+        prefill, decode = (
+            stack.enter_context(
+                running_server("--engine", "inproc", "--kv-transfer-config", json.dumps(one))
+            )
+            for one in (transfer, pull)
+        )
+        expected = decode.post("/v1/completions", json=body | {"prompt": "One day"}).json()
+        example = runpy.run_path(str(EXAMPLES / "prefill_proxy.py"))
+        proxy = example["Proxy"](str(prefill.base_url), str(decode.base_url), 60.0)
+        client = stack.enter_context(TestClient(example["make_app"](proxy)))
+        answer = client.post("/v1/completions", json=body | {"stream": True})
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        *events, end = [line[6:] for line in answer.text.splitlines() if line]
+        text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+        direct = decode.post("/v1/completions", json=body).json()
+        assert (text, end) == (direct["choices"][0]["text"], "[DONE]")
+        pulled = re.search(r"num_blocks_pulled\S* (\d+)", client.get("/metrics").text)
+        assert pulled is not None and int(pulled[1]) >= 4
+        assert client.post("/v1/completions", json={"prompt": 1}).status_code == 400
+        prefill.process.kill()
+        prefill.process.wait()
+        answer = client.post("/v1/completions", json=body | {"prompt": "One day"})
+        assert answer.json()["choices"] == expected["choices"]
+        decode.process.kill()
+        decode.process.wait()
+        assert client.post("/v1/completions", json=body).status_code == 502

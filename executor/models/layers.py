@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +88,7 @@ class RMSNorm:
 
 class GatheredNorm:
     """A norm over the features of all ranks. Each rank norms all, with the bits of one rank, and
-    keeps its own.
+    keeps its own. Ranks that have the same features give a part of them each.
     """
 
     def __init__(self, norm: RMSNorm, group: TensorGroup):
@@ -97,8 +98,13 @@ class GatheredNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's size] -> the same shape"""
         size, group = x.shape[1], self._group
-        normed = self.norm(group.all_gather(x, [size] * group.size))
-        return normed[:, group.rank * size : (group.rank + 1) * size]
+        num_sharing = group.size * size // len(self.weight)  # ranks with the same features
+        begins = [size * part // num_sharing for part in range(num_sharing + 1)]
+        widths = [end - begin for begin, end in pairwise(begins)]
+        own, part = divmod(group.rank, num_sharing)
+        given = x[:, begins[part] : begins[part + 1]]
+        normed = self.norm(group.all_gather(given, widths * (group.size // num_sharing)))
+        return normed[:, own * size : (own + 1) * size]
 
     def weights(self, prefix: str) -> Weights:
         yield from self.norm.weights(prefix)
@@ -504,7 +510,9 @@ class LayerFactory:
         return chosen(name, weight, config.rms_norm_eps, self.ops)
 
     def gathered_norm(self, name: str, size: int, config: DecoderConfig) -> RMSNorm | GatheredNorm:
-        """Makes a norm over `size` features, of which ranks have equal parts."""
+        """Makes a norm over `size` features, of which ranks have equal parts, or several the same
+        one.
+        """
         norm = self.norm(name, size, config)
         return GatheredNorm(norm, self.group) if self.is_divided else norm
 

@@ -24,7 +24,7 @@ from ...ipc.models.expert_parallel import shares_experts
 from ...ipc.models.fallback_architectures import parse_model
 from ...ipc.models.gguf import is_gguf, read_gguf
 from ...ipc.models.gguf_weights import DTYPE_BYTES, check_gguf_tensors, weights_in_memory
-from ...ipc.models.kv_layout import make_layout, plan_groups
+from ...ipc.models.kv_layout import LayerGroups, make_layout, plan_groups, plan_groups_of_stage
 from ...ipc.models.memory_plan import (
     CPU_MEMORY_FRACTION,
     QUANTIZATION_BITS,
@@ -37,7 +37,7 @@ from ...ipc.models.memory_plan import (
 )
 from ...ipc.models.quantization_config import parse_quantization
 from ...ipc.models.quantized_tensors import saved_bytes
-from ...ipc.models.ranks import kv_share, num_ranks, state_bytes_of_rank
+from ...ipc.models.ranks import num_ranks, num_readers, stages_of, state_bytes_of_rank
 from ...ipc.models.resolve_pooling import positions_of
 from ...ipc.models.rope_config import model_context
 from ..engine_args import EngineArgs
@@ -248,19 +248,43 @@ class _Cache:
         by_layer = kv_bytes_by_layer(shape, dtype, cache_config.kv_cache_dtype)
         bytes_per_token, windows = sum(by_layer), shape.cache_windows
         groups = plan_groups(config, windows, by_layer)
-        block_bytes = groups.largest(by_layer) * block_size + draft_block_bytes
-        self.block_bytes = block_bytes if size == 1 else int(block_bytes * kv_share(config))
-        self.bytes_per_token = (  # of all layers and ranks
-            bytes_per_token if size == 1 else self.block_bytes * size // block_size
-        )
-        self.windows, self.num_layers = groups.windows, shape.num_hidden_layers
+        self.block_bytes = groups.largest(by_layer) * block_size + draft_block_bytes
+        self.num_layers = shape.num_hidden_layers
         self.num_window_layers = sum(
             len(layers) for layers, window in zip(groups.layers, groups.windows) if window
         )
+        if size > 1:
+            assert isinstance(shape, DecoderConfig)  # check_ranks
+            groups, self.block_bytes = _blocks_of_ranks(config, shape, by_layer, draft_block_bytes)
+            bytes_per_token = self.block_bytes * size // block_size
+        self.bytes_per_token = bytes_per_token  # of all layers and ranks
+        self.windows = groups.windows
         self.layout = make_layout(config, groups.windows)
         self.state_bytes = shape.state_bytes(DTYPE_BYTES[dtype])  # of one request, on one rank
         if size > 1:
             self.state_bytes = state_bytes_of_rank(config, DTYPE_BYTES[dtype])
+
+
+def _blocks_of_ranks(
+    config: EngineConfig, shape: DecoderConfig, by_layer: list[int], draft_block_bytes: int
+) -> tuple[LayerGroups, int]:
+    """Returns the groups of layers of several ranks, whose windows are those of all stages, and the
+    bytes of a block of the rank with the most. by_layer: bytes of a token in each layer of the
+    cache, of which a rank has its heads. What drafts is whole in each rank of the last stage.
+    """
+    device, block_size = config.device_config, config.cache_config.block_size
+    bytes_of = dict[int, int]()
+    for index, num_bytes in zip(shape.cache_layers, by_layer):
+        heads = shape.layer(index).num_kv_heads
+        bytes_of[index] = num_bytes // heads * max(1, heads // device.tensor_parallel_size)
+    num_stages, most = device.pipeline_parallel_size, 0
+    stages = stages_of(shape, num_stages, num_readers(config.model_config))
+    for stage, layers in enumerate(stages):
+        groups = plan_groups_of_stage(config, shape, stages, stage)
+        own = groups.largest([bytes_of[index] for index in layers if index in bytes_of])
+        has_draft = stage == num_stages - 1
+        most = max(most, own * block_size + has_draft * draft_block_bytes)
+    return groups, most
 
 
 class _Room(NamedTuple):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from fractions import Fraction
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -111,25 +110,6 @@ def multiplied_weights(config: DecoderConfig, index: int) -> int:
     return num_weights + matrices * experts.shared_size * size
 
 
-def kv_share(config: EngineConfig) -> Fraction:
-    """The part of the keys and values of a model's blocks that a rank holds, at most."""
-    device, model = config.device_config, config.model_config
-    architecture, _ = row_of(model)
-    assert architecture is not None  # check_ranks
-    shape = architecture.parse(model.hf_config)
-    kinds = {index: shape.layer(index) for index in shape.cache_layers}
-    of_rank = max(
-        sum(
-            max(1, kinds[index].num_kv_heads // device.tensor_parallel_size) * kinds[index].head_dim
-            for index in own
-            if index in kinds
-        )
-        for own in stages_of(shape, device.pipeline_parallel_size, num_readers(model))
-    )
-    of_all = sum(kind.num_kv_heads * kind.head_dim for kind in kinds.values())
-    return Fraction(of_rank, of_all) if of_all else Fraction(1)
-
-
 def state_bytes_of_rank(config: EngineConfig, itemsize: int) -> int:
     """Bytes of the states of one request on a rank, at most. itemsize: of a number of the model's
     dtype.
@@ -198,8 +178,6 @@ def _check_model(config: EngineConfig, name: str) -> None:
     if architecture is None:
         raise _refusal(config, name, f"must be 1 with a model of type {found}")
     shape, size = architecture.parse(model.hf_config), config.device_config.tensor_parallel_size
-    if size > 1 and (problem := _undivided(architecture, shape, size)):
-        raise _refusal(config, name, f"must be 1 with {found}: {problem}")
     divided, shared = _counts(shape)
     for what, count in divided:
         if count % size:
@@ -264,13 +242,6 @@ def row_of(model: ModelConfig) -> tuple[Architecture | None, str]:
 
     implementation, found = choose_implementation(model.hf_config, model.model_impl)
     return (ARCHITECTURES.get(found) if implementation == QUIRE else None), found
-
-
-def _undivided(architecture: Architecture, shape: DecoderConfig, size: int) -> str:
-    """Why the layers of a model are not divided among tensor ranks; "" where they are."""
-    if architecture.qk_norm_whole and shape.num_key_value_heads % size:
-        return "keys are normed over all heads, of which ranks would have the same"
-    return ""
 
 
 def _refusal(config: EngineConfig, name: str, problem: str) -> InvalidParameterError:

@@ -164,9 +164,19 @@ def test_random_workloads(tiny, kind: str, size: int, num_stages: int) -> None:
     two.shutdown()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_heads_that_ranks_have_in_common(tiny, size: int) -> None:
-    model = tiny("llama", num_attention_heads=4, num_key_value_heads=1)
+@pytest.mark.parametrize(
+    ("kind", "size", "num_kv_heads"),
+    [
+        ("llama", 2, 1),
+        ("llama", 4, 1),
+        ("olmo2", 4, 2),
+        pytest.param("olmo3", 4, 1, marks=pytest.mark.slow),
+        pytest.param("olmoe", 2, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_heads_that_ranks_have_in_common(tiny, kind: str, size: int, num_kv_heads: int) -> None:
+    """OLMo's keys are normed over all heads, each of which counts once."""
+    model = tiny(kind, num_attention_heads=4, num_key_value_heads=num_kv_heads)
     one, several = start_executor(model), RankThreads.of(model, size)
     check_equal(random_workload(one, 5), random_workload(several, 5))
     assert {rank.model.layers[0].self_attn.num_kv_heads for rank in several.ranks} == {1}

@@ -69,6 +69,23 @@ def test_ranks_keep_the_states_that_the_plan_predicts(kind, tp, pp, tmp_path: Pa
     assert stated.states.bytes_of_one == max(place_parts(own, 4)[1] for own in parts)
 
 
+def test_each_stage_has_its_own_groups_of_layers(tmp_path: Path) -> None:
+    """The first stage has layers with windows alone, the second one also a layer without."""
+    types = ["sliding_attention"] * 3 + ["full_attention"]
+    shape = {"num_hidden_layers": 4, "layer_types": types, "sliding_window": 24}
+    model = str(save_tiny_model(tmp_path, "gemma3_text", **shape))
+    arguments: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory_bytes": 200_000}
+    for size in (1, 2):
+        sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": 2}
+        stated = plan(model, dtype="float32", device="cpu", **arguments, **sizes)
+        ranks = RankThreads.of(model, size, 2, **arguments)
+        num_blocks = ranks.determine_num_blocks()
+        block_bytes = [rank.block_bytes for rank in ranks.ranks]
+        ranks.shutdown()
+        assert stated.block_bytes == max(block_bytes) * len(block_bytes)
+        assert stated.num_blocks == num_blocks
+
+
 def test_ranks_that_encode_images_are_those_that_the_plan_counts(tmp_path: Path) -> None:
     """Those of the first stage and, where a head drafts, those of the last one."""
     save_seeing_head(tmp_path, is_right=False)

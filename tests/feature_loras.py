@@ -21,21 +21,24 @@ SETTINGS = dict(enable_lora=True, max_loras=NUM_ADAPTERS, max_cpu_loras=NUM_ADAP
 
 
 @cache
-def folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a folder with adapters of the bundled model, for all tests of a process."""
+def folder(model: str) -> tempfile.TemporaryDirectory[str]:
+    """Return a folder with adapters of a model, for all tests of a process. Experts that a router
+    chooses take none.
+    """
     found = tempfile.TemporaryDirectory()
-    weights = adapted_weights(Path(find_model_directory("bundled")))
+    weights = adapted_weights(Path(find_model_directory(model)))
+    weights = {name: weight for name, weight in weights.items() if ".experts." not in name}
     for i in range(1, NUM_ADAPTERS + 1):
         write_peft(Path(found.name) / str(i), random_pairs(weights, seed=i, size=0.1))
     return found
 
 
-def adapter_of(prompt_token_ids: list[int]) -> LoRARequest | None:
+def adapter_of(prompt_token_ids: list[int], model: str = "bundled") -> LoRARequest | None:
     if len(prompt_token_ids) <= DECIDING:
         return None
     token = prompt_token_ids[DECIDING]
     number = BY_TOKEN.get(token, 1 + token % NUM_ADAPTERS)
-    return adapter(number) if number else None
+    return adapter(number, model) if number else None
 
 
 class EngineWithAdapters(LLMEngine):
@@ -43,12 +46,12 @@ class EngineWithAdapters(LLMEngine):
 
     def add_request(self, request_id: str, prompt: Any, *args: Any, **options: Any) -> None:
         ids = prompt if isinstance(prompt, list) else prompt.get("prompt_token_ids")
-        options["lora_request"] = adapter_of(ids)
+        options["lora_request"] = adapter_of(ids, self.config.model_config.model)
         super().add_request(request_id, prompt, *args, **options)
 
 
-def adapter(number: int, **fields: Any) -> LoRARequest:
-    return LoRARequest(f"a{number}", number, f"{folder().name}/{number}", **fields)
+def adapter(number: int, model: str = "bundled", **fields: Any) -> LoRARequest:
+    return LoRARequest(f"a{number}", number, f"{folder(model).name}/{number}", **fields)
 
 
 class EngineByNumber(LLMEngine):

@@ -42,6 +42,7 @@ GGUF_MODEL = "the bundled model as a GGUF file"  # in settings: written when it 
 GGUF_FILE = "bundled-Q4_0.gguf"
 # random models with recurrent layers, and the bundled tokenizer: their kinds in tiny_models.py
 HYBRID_MODELS = HYBRID_MODEL, KIMI_MODEL = "qwen3_5_text", "kimi_linear"
+EXPERTS_MODEL = "qwen3_moe"  # a mixture of experts, likewise
 # One request of the longest kind fits; shorter ones preempt each other.
 FEW_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1
 PAUSE_AT_STEP = 6
@@ -93,8 +94,16 @@ def settings_of(*features: Feature) -> dict[str, Any]:
     if settings.get("model") == GGUF_MODEL:
         settings["model"] = str(Path(gguf_folder().name) / GGUF_FILE)
     if settings.get("model") in HYBRID_MODELS:
-        settings["model"] = hybrid_folder(settings["model"]).name
+        settings["model"] = random_model(settings["model"])
     return settings
+
+
+# with these seeds answers repeat tokens; blocks of the mixture of experts have BLOCK_BYTES
+_OF_RANDOM: dict[str, dict[str, Any]] = {
+    HYBRID_MODEL: {"tie_word_embeddings": True},
+    KIMI_MODEL: {"seed": 3},
+    EXPERTS_MODEL: {"num_hidden_layers": 5, "head_dim": 64, "tie_word_embeddings": True, "seed": 3},
+}
 
 
 @cache
@@ -105,15 +114,19 @@ def gguf_folder() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
+def random_model(kind: str) -> str:
+    """Return the directory of one of HYBRID_MODELS, or of EXPERTS_MODEL."""
+    return _random_folder(kind).name
+
+
 @cache
-def hybrid_folder(kind: str) -> tempfile.TemporaryDirectory[str]:
-    """Return a folder with one of HYBRID_MODELS for all tests of a process."""
+def _random_folder(kind: str) -> tempfile.TemporaryDirectory[str]:
+    """Return a folder with such a model for all tests of a process."""
     folder, bundled = tempfile.TemporaryDirectory(), Path(find_model_directory("bundled"))
     config = json.loads((bundled / "config.json").read_text())
     keys = "vocab_size", "bos_token_id", "eos_token_id", "max_position_embeddings"
     sizes = {key: config[key] for key in keys}
-    # with this seed its answers repeat tokens
-    own: dict[str, Any] = {"tie_word_embeddings": True} if kind == HYBRID_MODEL else {"seed": 3}
+    own: dict[str, Any] = _OF_RANDOM[kind]
     save_tiny_model(folder.name, kind, **own, **sizes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled / name, folder.name)

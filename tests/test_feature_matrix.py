@@ -199,7 +199,10 @@ class Matrix:
         key = repr(settings)
         if key not in self._beams:
             with LLM(engine="inproc", **settings) as llm:
-                loras = list(map(adapter_of, BEAM_PROMPTS)) if LORA in model else None
+                of_model = llm.llm_engine.config.model_config.model
+                loras = (
+                    [adapter_of(ids, of_model) for ids in BEAM_PROMPTS] if LORA in model else None
+                )
                 self._beams[key] = llm.beam_search(BEAM_PROMPTS, BEAM_PARAMS, lora_request=loras)
         return self._beams[key]
 

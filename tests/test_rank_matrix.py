@@ -1,8 +1,11 @@
-"""Every pair of features works together with tensor ranks and with stages, or is refused by name.
+"""Every pair of features works together with tensor ranks, with stages and with experts that two
+engines divide, or is refused by name.
 
-The outputs are those of one process: with stages to the last bit. Tensor ranks round the sums of
-quantized weights elsewhere: there the outputs are those of the same ranks with one request at a
-time. In pairs, ranks are threads of this process; with each feature they are processes, too.
+The outputs are those of one process: with stages and divided experts to the last bit. Tensor ranks
+round the sums of quantized weights elsewhere: there the outputs are those of the same ranks with
+one request at a time. In pairs, ranks are threads of this process; with each feature they are
+processes, too. Engines that share experts are threads here: tests/test_expert_parallel.py has the
+processes.
 """
 
 from __future__ import annotations
@@ -18,14 +21,19 @@ from quire.ipc.config import EngineConfig
 from quire.ipc.models.ranks import num_ranks
 from quire.kernels.cpu.native.library import library
 from quire.tests.answers import assert_same, assert_same_beams
+from quire.tests.executor.engine_threads import SharingRanks
 from quire.tests.executor.rank_threads import RankThreads
 from quire.tests.feature_loras import EngineWithAdapters
-from quire.tests.feature_run import Feature, Run, run, settings_of
+from quire.tests.feature_requests import relates_as_different, shows_nothing
+from quire.tests.feature_run import EXPERTS_MODEL, Feature, Run, random_model, run, settings_of
 from quire.tests.features import (
     FALLBACK,
     FEATURES,
     GGUF,
+    HYBRID,
+    KIMI,
     LOGPROBS,
+    LORA,
     MULTI_STEP,
     OVERLAP,
     QUANTIZED,
@@ -35,13 +43,34 @@ from quire.tests.features import (
 from quire.tests.test_feature_matrix import APART, Matrix, settings_together, tolerance
 
 TENSOR_RANKS, STAGES = RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
+EXPERTS = "experts"
+EXPERTS_AND = {
+    f"{EXPERTS}, tensor ranks": TENSOR_RANKS,
+    f"{EXPERTS}, stages": STAGES,
+}
 REFUSED = [
     (FALLBACK, "must be 1 with a model of type"),
 ]
+REFUSED_WITH_EXPERTS = [
+    (FALLBACK, "needs a mixture of experts on a page of Quire's own"),
+    (OVERLAP, "cannot be used with async_scheduling"),
+    (MULTI_STEP, "cannot be used with num_scheduler_steps > 1"),
+]
+INT8_CACHE = Feature(
+    "int8 cache",
+    shows_nothing,
+    dict(kv_cache_dtype="int8"),
+    relates=relates_as_different,
+    changes_model=True,
+)
+OF_ALL = [one for one in (*FEATURES, INT8_CACHE) if one is not FALLBACK]
+# GGUF, HYBRID: of models without experts; tests/test_expert_parallel.py has blocks of files
+OF_EXPERTS = [one for one in OF_ALL if one not in (GGUF, HYBRID, OVERLAP, MULTI_STEP)]
 # async_scheduling changes nothing with stages
 SHOWN_BY = {
-    TENSOR_RANKS: [one for one in FEATURES if one is not FALLBACK],
-    STAGES: [one for one in FEATURES if one not in (FALLBACK, OVERLAP)],
+    TENSOR_RANKS: OF_ALL,
+    STAGES: [one for one in OF_ALL if one is not OVERLAP],
+    EXPERTS: OF_EXPERTS,
 }
 FAST = [
     (STAGES, MULTI_STEP, QUANTIZED),
@@ -58,9 +87,14 @@ def marked(case: tuple, is_fast: bool) -> object:
 
 PAIRS = [
     marked((ranks, a, b), (ranks, a, b) in FAST or (ranks, b, a) in FAST)
-    for ranks in RANKS
+    for ranks in SHOWN_BY
     for a, b in itertools.combinations(SHOWN_BY[ranks], 2)
     if {a.name, b.name} not in APART
+]
+WITH_EXPERTS = [
+    marked((kind, one), (kind, one) == (f"{EXPERTS}, tensor ranks", LORA))
+    for kind in EXPERTS_AND
+    for one in OF_EXPERTS
 ]
 PROCESSES = [marked((ranks, one), False) for ranks in RANKS for one in SHOWN_BY[ranks]]
 
@@ -73,7 +107,13 @@ def make_threads(config: EngineConfig) -> object:
 @pytest.fixture(scope="module")
 def matrices() -> Iterator[dict[str, Matrix]]:
     """What one process answers, and what tensor ranks answer to one request at a time."""
-    found = {"alone": Matrix(), TENSOR_RANKS: Matrix(**{TENSOR_RANKS: 2})}
+    experts = {"model": random_model(EXPERTS_MODEL)}
+    found = {
+        "alone": Matrix(),
+        TENSOR_RANKS: Matrix(**{TENSOR_RANKS: 2}),
+        EXPERTS: Matrix(**experts),
+        f"{EXPERTS}, tensor ranks": Matrix(**experts, **{TENSOR_RANKS: 2}),
+    }
     yield found
     for one in found.values():
         one.close()
@@ -81,20 +121,27 @@ def matrices() -> Iterator[dict[str, Matrix]]:
 
 def check(matrices: dict[str, Matrix], ranks: str, *features: Feature) -> None:
     """Run the features with ranks, and compare."""
-    rounds_elsewhere = ranks == TENSOR_RANKS and (QUANTIZED in features or GGUF in features)
-    matrix = matrices[TENSOR_RANKS if rounds_elsewhere else "alone"]
+    kind = EXPERTS_AND.get(ranks, ranks)  # of the ranks of an engine
+    base = "alone" if ranks in RANKS or KIMI in features else EXPERTS
+    if kind == TENSOR_RANKS and any(one in features for one in (QUANTIZED, GGUF, INT8_CACHE)):
+        base = TENSOR_RANKS if base == "alone" else f"{EXPERTS}, tensor ranks"
+    matrix = matrices[base]
     jobs, alone = matrix.jobs(*features), matrix.alone(*features)
-    settings = settings_together(*features) | {ranks: 2}
-    if "swap_space" in settings:  # of a rank, which has three of five layers, or a half of all
-        settings["swap_space"] *= 0.61
+    settings = settings_together(*features)
+    if kind in RANKS:
+        settings[kind] = 2
+    if base.startswith(EXPERTS):
+        settings["model"] = random_model(EXPERTS_MODEL)
+    if "swap_space" in settings and kind in RANKS:
+        settings["swap_space"] *= 0.61  # a rank has three of five layers, or a half of all
     args = EngineArgs(**settings)
-    kind = EngineWithAdapters if args.enable_lora else LLMEngine
-    engine = kind.from_engine_args(args, engine="inproc")
+    of_adapters = EngineWithAdapters if args.enable_lora else LLMEngine
+    engine = of_adapters.from_engine_args(args, engine="inproc")
     try:
         seen: Run = run(engine, jobs, *features)
     finally:
         engine.shutdown()
-    has_bits = library is not None and ranks == STAGES
+    has_bits = library is not None and kind != TENSOR_RANKS
     assert_same(seen.answers, alone, 0.0 if has_bits else tolerance(*features))
     if seen.beams:
         assert_same_beams(seen.beams, matrix.beams_alone(*features))
@@ -104,8 +151,15 @@ def check(matrices: dict[str, Matrix], ranks: str, *features: Feature) -> None:
 
 @pytest.mark.parametrize(("ranks", "a", "b"), PAIRS)
 def test_pair(matrices, monkeypatch, ranks: str, a: Feature, b: Feature) -> None:
-    monkeypatch.setattr(executor, "make_executor", make_threads)
+    make = SharingRanks if ranks == EXPERTS else make_threads
+    monkeypatch.setattr(executor, "make_executor", make)
     check(matrices, ranks, a, b)
+
+
+@pytest.mark.parametrize(("ranks", "feature"), WITH_EXPERTS)
+def test_ranks_of_engines_that_share_experts(matrices, monkeypatch, ranks, feature) -> None:
+    monkeypatch.setattr(executor, "make_executor", SharingRanks)
+    check(matrices, ranks, feature)
 
 
 @pytest.mark.parametrize(("ranks", "feature"), PROCESSES)
@@ -121,7 +175,18 @@ def test_refused(ranks: str, feature: Feature, words: str) -> None:
         args.create_engine_config()
 
 
+@pytest.mark.parametrize(("feature", "words"), REFUSED_WITH_EXPERTS, ids=str)
+def test_refused_with_experts(feature: Feature, words: str) -> None:
+    model = random_model(EXPERTS_MODEL)
+    sharing = {"model": model, "data_parallel_size": 2, "enable_expert_parallel": True}
+    args = EngineArgs(**settings_of(feature) | sharing)
+    with pytest.raises(InvalidParameterError, match=f"enable_expert_parallel: {words}"):
+        args.create_engine_config()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", RANKS)
-def test_several_features_at_once(matrices, ranks: str) -> None:
+@pytest.mark.parametrize("ranks", [*RANKS, EXPERTS, *EXPERTS_AND])
+def test_several_features_at_once(matrices, monkeypatch, ranks: str) -> None:
+    if ranks not in RANKS:
+        monkeypatch.setattr(executor, "make_executor", SharingRanks)
     check(matrices, ranks, SWAP, SPECULATION, LOGPROBS)

@@ -14,7 +14,7 @@ import pytest
 from quire.tests.chaos.faults import Faults, Surroundings, environment_variables, wait_until_ready
 from quire.tests.chaos.traffic import Traffic, mixed_jobs, undisturbed
 from quire.tests.chaos.trouble import FLAGS, TROUBLE
-from quire.tests.feature_run import hybrid_folder
+from quire.tests.feature_run import HYBRID_MODEL, random_model
 from quire.tests.frontend.server.conftest import running_server
 
 SEED = int(os.environ.get("CHAOS_SEED", 0)) or random.randrange(2**31)
@@ -55,7 +55,7 @@ def run(
     """seconds: 0: until each fault was there once. is_hybrid: of a model with recurrent layers."""
     print(f"\nCHAOS_SEED={SEED}")
     surroundings = Surroundings(directory)
-    model = (hybrid_folder().name, "--state-checkpoint-interval", "64") if is_hybrid else ()
+    model = (random_model(HYBRID_MODEL), "--state-checkpoint-interval", "64") if is_hybrid else ()
     flags = (
         *model,
         *FLAGS,

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
+from quire.executor.ranks.rounds import PendingRanks, Then
 from quire.executor.worker import Worker
+from quire.ipc.config import EngineConfig
+from quire.ipc.models.expert_parallel import check_expert_parallel
 from quire.ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from quire.tests.executor.driver import make_config
+from quire.tests.executor.rank_threads import RankThreads
 
 
 class Sharing(Worker):
@@ -60,6 +65,45 @@ class EngineThreads:
         for engine in self.engines:
             engine.shutdown()
         self._threads.shutdown()
+
+
+class SharingRanks(RankThreads):
+    """The ranks of an engine, whose experts are divided with those of a second engine. That one has
+    no requests and takes part in each pass.
+    """
+
+    def __init__(self, config: EngineConfig):
+        """`config` is that of one engine, resolved."""
+        self._folder = TemporaryDirectory()
+        sharing = {"data_parallel_size": 2, "enable_expert_parallel": True}
+        device = msgspec.structs.replace(config.device_config, **sharing)
+        config = msgspec.structs.replace(config, device_config=device)
+        check_expert_parallel(config)
+        own, other = (_of(config, rank, Path(self._folder.name)) for rank in range(2))
+        super().__init__(own)
+        self._other = RankThreads(other)
+        self._pool = ThreadPoolExecutor(1)
+        joined = self._pool.submit(self._other.call, "join_engines")
+        self.call("join_engines")
+        joined.result()
+        self._attending = self._pool.submit(self._attend)
+
+    def _attend(self) -> None:
+        while any(self._other.call("meet_engines", False)):
+            self._other.call("join_pass")
+
+    def _submit(self, output: SchedulerOutput, then: Then) -> PendingRanks:
+        assert all(self.call("meet_engines", True))
+        return super()._submit(output, then)
+
+    def shutdown(self) -> None:
+        if not self._attending.done():
+            self.call("meet_engines", False)
+            self._attending.result()
+            self._pool.shutdown()
+            self._other.shutdown()
+            self._folder.cleanup()
+        super().shutdown()
 
 
 def _of(config: Any, rank: int, directory: Path) -> Any:

@@ -112,8 +112,8 @@ class LineRun:
                         continue
                     await self._gate.enter()
                     lines.create_task(self._run_line(index, asked))
-                    while self._results.num_pending >= MAX_PENDING:
-                        await asyncio.sleep(POLL_S)
+                    while self._results.num_pending >= MAX_PENDING and not await self._commit():
+                        await asyncio.sleep(RETRY_S)
         except asyncio.CancelledError:
             with contextlib.suppress(OSError):  # these lines are answered again
                 await asyncio.to_thread(self._results.commit)

@@ -29,6 +29,9 @@ from .altup import altup_predict as altup_predict
 from .altup import gaussian_top_k as gaussian_top_k
 from .altup import match_magnitude as match_magnitude
 from .altup import stack_streams as stack_streams
+from .choice import LogitChanges as LogitChanges
+from .choice import change_logits as change_logits
+from .choice import choose_tokens as choose_tokens
 from .images import add_rows as add_rows
 from .images import clamp as clamp
 from .images import replace_rows as replace_rows

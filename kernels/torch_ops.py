@@ -9,8 +9,8 @@ torch's schemas do not express arguments or results, the operation has another f
 stacked weights. They pack a weight at its first use, and keep the result while the weight lives and
 is not changed in place. paged_attention and encoder_attention take the tensors of their metadata.
 Left out are pack_gguf_linear, because it packs blocks of a file and not a tensor that a program of
-torch has, pack_head_linear, and operations over the latent vectors and states of an engine's
-requests.
+torch has, pack_head_linear, change_logits, and operations over the latent vectors and states of an
+engine's requests.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _UNSUPPORTED = (
     "selective_scan",
     "expert_outputs",  # with weighted_sum the parts of fused_moe
     "weighted_sum",
+    "change_logits",  # its parts are there
 )
 _library = torch.library.Library("quire", "DEF")
 

@@ -33,6 +33,7 @@ from ..models.images import ImageReader
 from ..pooling.pooler import Pooler
 from ..program.narrowed import NarrowedForward, Sections
 from ..program.step_program import OpByOp, StagedForward, TappedForward
+from ..sampling.fused_sampler import FusedSampler
 from ..sampling.grammar import Grammars
 from ..sampling.prompt_logprobs import PromptScorer
 from ..sampling.sampler import Sampler
@@ -107,7 +108,7 @@ def assemble(
     if sections is not None and not is_observed:
         run_pass = NarrowedForward(run_pass, sections, partial(_reads_all, batch))
     scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size, model.adapter_rows)
-    special = SpecialRows(batch, Sampler(ops), state.grammars, scorer, pooler)
+    special = SpecialRows(batch, _sampler(state, ops), state.grammars, scorer, pooler)
     apply = differences(batch, mover)
     if states is not None and state.states is not None:
         apply = in_turn(move_states(states, state.states), apply)
@@ -146,6 +147,10 @@ def assemble(
         apply=steps.apply,
         step=steps.step,
     )
+
+
+def _sampler(state: RunnerState, ops: OpTable) -> Sampler | FusedSampler:
+    return FusedSampler(ops) if state.device.type == "cuda" else Sampler(ops)
 
 
 def _around(forward: Forward, model: Model, is_divided: bool) -> Forward:

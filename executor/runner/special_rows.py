@@ -13,6 +13,7 @@ import torch
 from ...ipc.step_messages import ModelRunnerOutput, RowError
 from ..input_batch import InputBatch
 from ..pooling.pooler import Pooler
+from ..sampling.fused_sampler import FusedSampler
 from ..sampling.grammar import Grammars
 from ..sampling.prompt_logprobs import PromptScorer
 from ..sampling.sampler import Sampler
@@ -25,7 +26,7 @@ class SpecialRows:
     def __init__(
         self,
         batch: InputBatch,
-        sampler: Sampler,
+        sampler: Sampler | FusedSampler,
         grammars: Grammars | None,
         prompt_scorer: PromptScorer,
         pooler: Pooler | None,

@@ -44,6 +44,7 @@ from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import StructuredOutputsParams
 from ...ipc.step_messages import NewRequestData, RowError, RowRefusal
+from .change_list import ChangeList
 from .grammar_check import COMPILE_STACK_BYTES, CompilerSettings, GrammarCheck
 from .grammar_compiler import GrammarCompiler, is_dead_end, normalize, refusal, shorten
 from .grammar_queue import GrammarQueue
@@ -311,13 +312,28 @@ class Grammars:
 
     def apply(
         self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
-    ) -> dict[int, RowError] | None:
+    ) -> dict[int, RowError]:
         """See LogitsStage. Waits for what `start` began, or begins it."""
+        bitmask = torch.from_numpy(self._masks_of(slots, batch)).to(logits.device)
+        self.ops.apply_grammar_bitmask(logits, bitmask, torch.from_numpy(rows).to(logits.device))
+        return self._errors_of(rows, slots)
+
+    def describe(
+        self, changes: ChangeList, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
+    ) -> dict[int, RowError]:
+        """See LogitsStage. Waits as apply does."""
+        for row, words in zip(rows.tolist(), self._masks_of(slots, batch)):
+            changes.allow_words(row, words)
+        return self._errors_of(rows, slots)
+
+    def _masks_of(self, slots: np.ndarray, batch: InputBatch) -> np.ndarray:
+        """[R, num_words] i32"""
         self.start(slots, batch)
         if self._masks is not None:
             self._masks.result()
-        bitmask = torch.from_numpy(self._bitmask[slots]).to(logits.device)
-        self.ops.apply_grammar_bitmask(logits, bitmask, torch.from_numpy(rows).to(logits.device))
+        return self._bitmask[slots]
+
+    def _errors_of(self, rows: np.ndarray, slots: np.ndarray) -> dict[int, RowError]:
         grammars = [self._slots[slot] for slot in slots.tolist()]
         return {
             int(row): grammar.error

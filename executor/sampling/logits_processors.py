@@ -38,6 +38,7 @@ from ...ipc.params import SamplingParams
 from ...ipc.step_messages import NewRequestData
 from ..input_batch import InputBatch
 from ..plugins import place_in
+from .change_list import ChangeList
 
 Processor = Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
 
@@ -114,6 +115,11 @@ class UserProcessors:
 
     def leave(self, slot: int) -> None:
         del self._processors[slot]
+
+    def describe(
+        self, changes: ChangeList, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
+    ) -> None:
+        raise NotImplementedError("what a user's function does is not known")
 
     def apply(
         self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch

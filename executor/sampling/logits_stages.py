@@ -37,6 +37,7 @@ from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
 from ...ipc.step_messages import NewRequestData, RowError, RowRefusal
 from ..input_batch import InputBatch
+from .change_list import ChangeList
 
 PROCESSORS = "logits_processors"
 MASKS = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
@@ -70,6 +71,11 @@ class LogitsStage(Protocol):
 
         Returns errors of single requests, by row, or None.
         """
+
+    def describe(
+        self, changes: ChangeList, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
+    ) -> Mapping[int, RowError] | None:
+        """Notes what apply would change. A user's processors cannot: see are_described."""
 
 
 class LogitsStages:
@@ -138,11 +144,39 @@ class LogitsStages:
             if len(rows):
                 errors |= stage.apply(logits, rows, slots[rows], batch) or {}
         largest = logits.amax(-1).numpy(force=True)  # NaN where any is
-        for row in np.flatnonzero(changed & ~np.isfinite(largest)).tolist():
-            used = [
-                stage.parameter for stage, is_used in zip(self.stages, wants[:, row]) if is_used
-            ]
-            errors.setdefault(row, row_error(used, is_masked=largest[row] == -np.inf))
+        rows = np.flatnonzero(changed)
+        return self.errors_of(rows, largest[rows], slots) | errors
+
+    def are_described(self, slots: np.ndarray) -> bool:
+        """Whether `describe` tells all that the stages do to the rows of `slots` [R]."""
+        return not any(
+            stage.parameter == PROCESSORS and mine.any()
+            for stage, mine in zip(self.stages, self._wants[:, slots])
+        )
+
+    def describe(
+        self, changes: ChangeList, slots: np.ndarray, batch: InputBatch
+    ) -> dict[int, RowError]:
+        """Notes what a call would change; returns errors by row."""
+        errors: dict[int, RowError] = {}
+        for stage, mine in zip(self.stages, self._wants[:, slots]):
+            rows = np.flatnonzero(mine)
+            if len(rows):
+                errors |= stage.describe(changes, rows, slots[rows], batch) or {}
+        return errors
+
+    def errors_of(
+        self, rows: np.ndarray, largest: np.ndarray, slots: np.ndarray
+    ) -> dict[int, RowError]:
+        """By row: the errors of changed rows [M] of `slots` [R] whose largest logit [M] f32, NaN
+        where any is, shows that no token is left.
+        """
+        errors: dict[int, RowError] = {}
+        for row, value in zip(rows.tolist(), largest.tolist()):
+            if not np.isfinite(value):
+                wants = self._wants[:, slots[row]]
+                used = [stage.parameter for stage, is_used in zip(self.stages, wants) if is_used]
+                errors[row] = row_error(used, is_masked=value == -np.inf)
         return errors
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ...ipc.step_messages import NewRequestData
 from ..input_batch import InputBatch
+from .change_list import ChangeList
 
 NO_TOKEN = -1
 
@@ -110,6 +111,17 @@ class Penalties:
 
     def leave(self, slot: int) -> None:
         pass  # the next request to enter resets the slot
+
+    def describe(
+        self, changes: ChangeList, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
+    ) -> None:
+        self.counts.catch_up(slots, batch)
+        for row, slot in zip(rows.tolist(), slots.tolist()):
+            penalties = self.repetition[slot], self.frequency[slot], self.presence[slot]
+            held = slice(int(self.counts.num_ids[slot]))
+            changes.penalise(
+                row, self.counts.ids[slot, held], self.counts.counts[slot, held], penalties
+            )
 
     def apply(
         self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch

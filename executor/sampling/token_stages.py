@@ -18,6 +18,7 @@ from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
 from ...ipc.step_messages import NewRequestData
 from ..input_batch import InputBatch
+from .change_list import ChangeList
 from .logits_processors import LoadedProcessor, UserProcessors
 from .logits_stages import LogitsStage, LogitsStages
 from .penalties import Penalties
@@ -117,6 +118,12 @@ class AllowedTokenIds:
         logits.index_fill_(0, torch.from_numpy(rows).to(logits.device), MASKED)
         logits[index] = kept
 
+    def describe(
+        self, changes: ChangeList, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
+    ) -> None:
+        for row, slot in zip(rows.tolist(), slots.tolist()):
+            changes.allow(row, self._token_ids[slot])
+
 
 @dataclass(frozen=True)
 class _Words:
@@ -173,6 +180,12 @@ class BadWords:
             )
         ] = MASKED
 
+    def describe(
+        self, changes: ChangeList, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
+    ) -> None:
+        for row, slot in zip(rows.tolist(), slots.tolist()):
+            changes.mask(row, self._completions(slot, batch))
+
     def _completions(self, slot: int, batch: InputBatch) -> np.ndarray:
         words, end = self._words[slot], int(batch.num_tokens[slot])
         num_output_tokens = end - int(batch.num_prompt_tokens[slot])
@@ -214,10 +227,20 @@ class MinTokens:
     def apply(
         self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
     ) -> None:
-        is_short = batch.num_tokens[slots] - batch.num_prompt_tokens[slots] < self.min_tokens[slots]
+        is_short = self._are_short(slots, batch)
         if is_short.any():
             token_ids = [self._token_ids[slot] for slot in slots[is_short].tolist()]
             logits[index_pairs(rows[is_short], token_ids, logits.device)] = MASKED
+
+    def describe(
+        self, changes: ChangeList, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
+    ) -> None:
+        is_short = self._are_short(slots, batch)
+        for row, slot in zip(rows[is_short].tolist(), slots[is_short].tolist()):
+            changes.mask(row, self._token_ids[slot])
+
+    def _are_short(self, slots: np.ndarray, batch: InputBatch) -> np.ndarray:
+        return batch.num_tokens[slots] - batch.num_prompt_tokens[slots] < self.min_tokens[slots]
 
 
 class LogitBias:
@@ -253,3 +276,9 @@ class LogitBias:
         logits[index] += torch.from_numpy(np.concatenate([biases for _, biases in mine])).to(
             logits.device
         )
+
+    def describe(
+        self, changes: ChangeList, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
+    ) -> None:
+        for row, slot in zip(rows.tolist(), slots.tolist()):
+            changes.add(row, *self._biases[slot])

@@ -7,6 +7,7 @@ from . import (
     activation,
     altup,
     attention,
+    choice,
     encoder,
     gguf_linear,
     grammar,

@@ -18,6 +18,7 @@ if find_spec("triton") is not None:
         attention,
         attention_encoder,
         blocks,
+        choice,
         few_rows,
         kv_cache,
         latent,

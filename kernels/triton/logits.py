@@ -16,6 +16,14 @@ PAIRS = 256
 WORDS = 128  # words of a bitmask's row per program
 
 
+@triton.jit
+def penalised(value, count, repetition, frequency, presence):
+    """Each step is rounded as in the reference if fused multiply-adds are disabled."""
+    value = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
+    value -= frequency * count.to(tl.float32)
+    return value - tl.where(count > 0, presence, 0.0)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def apply_penalties_kernel(
     logits_ptr,
@@ -29,7 +37,7 @@ def apply_penalties_kernel(
     row_stride,
     PAIRS: tl.constexpr,
 ):
-    """Fused multiply-adds are disabled, so that each step is rounded as in the reference."""
+    """Fused multiply-adds are disabled."""
     pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     mask = pair < num_pairs
     logits_ptrs = (
@@ -39,10 +47,10 @@ def apply_penalties_kernel(
     )
     value = tl.load(logits_ptrs, mask=mask, other=0.0)
     repetition = tl.load(repetition_ptr + pair, mask=mask, other=1.0)
-    value = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
     count = tl.load(counts_ptr + pair, mask=mask, other=0)
-    value -= tl.load(frequency_ptr + pair, mask=mask, other=0.0) * count.to(tl.float32)
-    value -= tl.where(count > 0, tl.load(presence_ptr + pair, mask=mask, other=0.0), 0.0)
+    frequency = tl.load(frequency_ptr + pair, mask=mask, other=0.0)
+    presence = tl.load(presence_ptr + pair, mask=mask, other=0.0)
+    value = penalised(value, count, repetition, frequency, presence)
     tl.store(logits_ptrs, value, mask=mask)
 
 

@@ -148,9 +148,7 @@ def bounds(tallies_ptr, top_k, top_p, vocab_size):
 
 
 @triton.jit
-def list_tile(
-    order, mass, is_listed, tallies_ptr, orders_ptr, masses_ptr, list_start, CAPACITY: tl.constexpr
-):
+def list_tile(order, mass, is_listed, tallies_ptr, orders_ptr, masses_ptr, CAPACITY: tl.constexpr):
     """Appends the tokens `is_listed` [TILE] to a row's lists, orders and masses [CAPACITY] i64,
     unordered. Those that find no place are only counted.
     """
@@ -162,8 +160,8 @@ def list_tile(
             - 1
         )
         has_place = is_listed & (place < CAPACITY)
-        tl.store(orders_ptr + list_start + place, order, mask=has_place)
-        tl.store(masses_ptr + list_start + place, mass, mask=has_place)
+        tl.store(orders_ptr + place, order, mask=has_place)
+        tl.store(masses_ptr + place, mass, mask=has_place)
 
 
 @triton.jit
@@ -221,14 +219,13 @@ def search(
 
 
 @triton.jit
-def listed_tokens(
-    row_ptr, tallies_ptr, orders_ptr, masses_ptr, list_start, vocab_size, CAPACITY: tl.constexpr
-):
+def listed_tokens(row_ptr, lists, vocab_size, CAPACITY: tl.constexpr):
     """-> `tokens` of weigh: a row's list or, if it was too short, the row."""
+    tallies_ptr, orders_ptr, masses_ptr = lists
     num_listed = tl.load(tallies_ptr + LISTED, cache_modifier=".cg")
     is_listed = num_listed <= CAPACITY
     size = tl.where(is_listed, num_listed, vocab_size).to(tl.int32)
-    return is_listed, size, orders_ptr + list_start, masses_ptr + list_start, row_ptr
+    return is_listed, size, orders_ptr, masses_ptr, row_ptr
 
 
 @triton.jit

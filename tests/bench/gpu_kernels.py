@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from quire.kernels.choice import OWN_LOGITS
+from quire.kernels.ops import LogitChanges
 from torch import Tensor
 
 BLOCK_SIZE, NUM_PENALISED, NUM_LOGPROBS = 16, 1000, 20
@@ -45,7 +47,7 @@ class Sizes:
 
 def kernel_calls(ops: Any, sizes: Sizes, device: str) -> Iterator[KernelCall]:
     """Yields one call at a time: the tensors of one are freed before the next is created."""
-    for family in (elementwise, attention_inputs, linears, sampling, tables):
+    for family in (elementwise, attention_inputs, linears, sampling, all_options, tables):
         yield from family(ops, sizes, device)
 
 
@@ -170,16 +172,17 @@ def sampling(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
         return torch.full((s.rows,), value, dtype=dtype, device=device)
 
     temperature, numbers = column(0.7), torch.arange(s.rows, device=device)
+    largest, _ = ops.argmax(logits)
     yield KernelCall(
         "sample_tokens",
-        lambda: ops.sample_tokens(logits, temperature, None, None, None, numbers, numbers),
+        lambda: ops.sample_tokens(logits, temperature, None, None, None, numbers, numbers, largest),
         "bytes",
         read,
     )
     filters = column(50, torch.int32), column(0.9), column(0.01)
     yield KernelCall(
         "sample_tokens, filtered",
-        lambda: ops.sample_tokens(logits, temperature, *filters, numbers, numbers),
+        lambda: ops.sample_tokens(logits, temperature, *filters, numbers, numbers, largest),
         "bytes",
         read,
     )
@@ -212,6 +215,64 @@ def sampling(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
         "bytes",
         read / 2 + masks.nbytes,
     )
+
+
+def all_options(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
+    """Decodes whose requests have every option at once, against the same in separate operations."""
+    logits, read = normal(device, s.rows, s.vocab, dtype=torch.float32), s.rows * s.vocab * FP32
+
+    def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((s.rows,), value, dtype=dtype, device=device)
+
+    rows, count = torch.arange(s.rows, device=device), min(NUM_PENALISED, s.vocab)
+    token_ids = (torch.arange(count, device=device) * (s.vocab // count)).repeat(s.rows)
+    starts = (torch.arange(s.rows + 1, device=device) * count).int()
+    # half of the tokens are masked; a penalty of 1 keeps logits from growing call after call
+    masks = torch.full((s.rows, -(-s.vocab // 32)), 0x55555555, dtype=torch.int32, device=device)
+    penalties = torch.tensor([1.0, 0.0, 0.0], device=device).repeat(s.rows, 1)
+    counts = torch.ones(len(token_ids), dtype=torch.int32, device=device)
+    nothing = torch.zeros(0, device=device)
+    changes = LogitChanges(
+        *(rows, rows, rows, masks, torch.zeros_like(starts), nothing.int(), nothing),
+        *(starts, token_ids.int(), counts, penalties),
+    )
+    raw, largest = torch.empty_like(logits), ops.argmax(logits)[0]
+    filters = column(50, torch.int32), column(0.9), column(0.01)
+    draw = column(0.7), *filters, rows, rows
+    k = min(NUM_LOGPROBS, s.vocab)
+
+    def together() -> None:
+        ops.change_logits(logits, largest, raw, changes)
+        ops.choose_tokens(logits, largest, *draw, raw, rows, k)
+
+    of_pairs = [penalty.repeat_interleave(count) for penalty in penalties.unbind(1)]
+    row_of_pair = rows.repeat_interleave(count)
+
+    def separately() -> None:
+        raw.copy_(logits)
+        ops.apply_grammar_bitmask(logits, masks, rows)
+        ops.apply_penalties(logits, row_of_pair, token_ids, counts, *of_pairs)
+        logits.amax(-1)
+        ops.gather_logprobs(raw, ops.sample_tokens(logits, *draw), k)
+
+    yield KernelCall(
+        "change_logits",
+        lambda: ops.change_logits(logits, largest, raw, changes),
+        "bytes",
+        2.5 * read + masks.nbytes,
+    )
+    own = torch.full_like(rows, OWN_LOGITS)
+    unfiltered = draw[0], None, None, None, *draw[4:]
+    draws = {"greedy": (None,) * 6, "drawn": unfiltered, "filtered": draw}
+    for name, columns in draws.items():
+        yield KernelCall(
+            f"choose_tokens, {name}",
+            lambda columns=columns: ops.choose_tokens(logits, largest, *columns, logits, own, k),
+            "bytes",
+            read,
+        )
+    yield KernelCall("choose_tokens, all options", together, "bytes", 3.5 * read)
+    yield KernelCall("choose_tokens, all options separately", separately, "bytes", 3.5 * read)
 
 
 def tables(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:

@@ -530,6 +530,8 @@ SAMPLING_OPS = (
     "apply_grammar_bitmask",
     "apply_penalties",
     "argmax",
+    "change_logits",
+    "choose_tokens",
     "sample_tokens",
     "random_gumbel",
     "gather_logprobs",

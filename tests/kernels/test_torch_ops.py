@@ -17,6 +17,7 @@ def test_all_but_those_that_schemas_do_not_express_are_there():
         *("expert_outputs", "weighted_sum"),  # of fused_moe
         *("pack_linear", "pack_quantized_linear", "pack_gguf_linear", "pack_head_linear"),
         *("latent_attention", "short_conv", "gated_delta_rule", "selective_scan"),
+        "change_logits",
     }
 
 

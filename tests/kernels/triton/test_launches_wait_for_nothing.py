@@ -51,10 +51,10 @@ AROUND = {
     "prepare_step_inputs_kernel",
     "gather_sampling_parameters_kernel",
     "tally_kernel",
-    "draw_kernel",
+    "choose_kernel",
     "append_sampled_tokens_kernel",
 }
-OF_DRAWS = {"tally_kernel", "draw_kernel"}
+OF_DRAWS = {"tally_kernel", "choose_kernel"}
 
 
 def make_runner(copies: LateCopies, with_graphs: bool, config: LoRAConfig) -> ModelRunner:
@@ -141,7 +141,7 @@ def test_steps_are_launched_without_reading_a_tensor(
     ]
     per_pass = {"prepare_step_inputs_kernel": 1, "append_sampled_tokens_kernel": 1}
     if sampling["temperature"]:
-        per_pass |= {"gather_sampling_parameters_kernel": 1, "draw_kernel": 1}
+        per_pass |= {"gather_sampling_parameters_kernel": 1, "choose_kernel": 1}
     if "top_p" in sampling:
         per_pass |= {"tally_kernel": 1}
 

@@ -114,13 +114,8 @@ def test_noise_is_exact_over_the_whole_range_of_u():
 def kept(logits: torch.Tensor, filters: list[dict]) -> torch.Tensor:
     """[rows, V] bool: what top_k, top_p and min_p keep, computed from the kernels' results."""
     temperature, top_k, top_p, min_p = columns(filters)
-    _, last_kept = sampling.draw(
-        logits,
-        sampling.argmax(logits)[0],
-        temperature,
-        (top_k, top_p, min_p),
-        *numbers(len(logits)),
-    )
+    draw = sampling.Draw(temperature, top_k, top_p, min_p, *numbers(len(logits)))
+    _, last_kept = sampling.choose(logits, sampling.argmax(logits)[0], draw)
     has_one = (top_k > 0) & (top_k < logits.shape[1]) | (top_p < 1)
     last_kept = torch.where(has_one, last_kept, -(2**63))
     bits = torch.where(logits == 0, 0.0, logits).view(torch.int32)

@@ -14,6 +14,7 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from quire.__main__ import main
@@ -58,6 +59,24 @@ def interrupts_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def running_daemon(path: Path) -> Iterator[str]:
+    """A daemon on the bundled model, ended by SIGTERM; it must exit with 0."""
+    with subprocess.Popen(
+        [*QUIRE, "engine", "--listen", f"ipc://{path}", *ONE_THREAD],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as daemon:
+        while not path.exists():
+            assert daemon.poll() is None, daemon.stderr.read()
+            time.sleep(0.05)
+        yield f"ipc://{path}"
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(timeout=60) == 0
+        assert not path.exists()
+        assert "Traceback" not in daemon.stderr.read()
 
 
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")

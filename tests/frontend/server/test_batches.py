@@ -1,15 +1,22 @@
-"""Files and batches of a real server over HTTP: OpenAI's and Anthropic's, by key, after a kill."""
+"""Files and batches of a real server over HTTP: OpenAI's and Anthropic's, by key, after a kill.
 
+The servers share one daemon, so that each starts without loading a model.
+"""
+
+import contextlib
 import json
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import psutil
 import pytest
+from quire.tests.fake_engine import wait_until
+from quire.tests.frontend.cli.command import running_daemon
 from quire.tests.frontend.server.conftest import running_server
+from quire.tests.frontend.server.scripted import ScriptedEngine, scripted_app, talk
 
 CHAT = "/v1/chat/completions"
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -54,9 +61,15 @@ def content(client: httpx.Client, file_id: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def batching(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with running_daemon(tmp_path_factory.mktemp("daemon") / "engine.sock") as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def batching(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("batches")
-    flags = ("--api-key", "a", "--api-key", "b", "--max-file-bytes", "100000")
+    flags = ("--api-key", "a", "--api-key", "b", "--max-file-bytes", "100000", "--engine", engine)
     with running_server(*flags, "--batch-dir", str(folder), wait=False) as client:
         client.headers["authorization"] = "Bearer a"
         client.folder = folder
@@ -88,21 +101,24 @@ def test_a_batch_gives_what_the_endpoint_gives(batching: httpx.Client) -> None:
     assert file["purpose"] == "batch_output" and file["bytes"] > 0
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "body"),
-    [
-        ("/v1/completions", {"prompt": "Once", "max_tokens": 2}),
-        ("/v1/responses", {"input": "Hi", "max_output_tokens": 2}),
-        ("/v1/embeddings", {"input": "Hi"}),
-    ],
-)
-def test_other_endpoints(batching: httpx.Client, endpoint: str, body: Any) -> None:
-    line = {"custom_id": "1", "method": "POST", "url": endpoint, "body": body}
-    done = ended(batching, create(batching, [line], endpoint))
-    assert done["status"] == "completed", done
-    live = batching.post(endpoint, json=body)
-    counts = done["request_counts"]
-    assert counts["completed" if live.status_code == 200 else "failed"] == 1
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Once", "max_tokens": 2},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+    "/v1/embeddings": {"input": "Hi"},
+}
+
+
+def test_other_endpoints(batching: httpx.Client) -> None:
+    line = {"custom_id": "1", "method": "POST"}
+    made = [
+        create(batching, [line | {"url": url, "body": body}], url) for url, body in BODIES.items()
+    ]
+    for batch, (url, body) in zip(made, BODIES.items(), strict=True):
+        done = ended(batching, batch)
+        assert done["status"] == "completed", done
+        live = batching.post(url, json=body)
+        counts = done["request_counts"]
+        assert counts["completed" if live.status_code == 200 else "failed"] == 1
 
 
 def test_what_is_wrong_with_an_input_is_said_by_line(batching: httpx.Client) -> None:
@@ -116,7 +132,11 @@ def test_what_is_wrong_with_an_input_is_said_by_line(batching: httpx.Client) -> 
         chat_line("g") | {"method": "GET"},
         {"custom_id": "x"},
     ]
-    done = ended(batching, create(batching, lines))
+    made = [
+        create(batching, some)
+        for some in (lines, [chat_line("a"), chat_line("b"), chat_line("a")], [""])
+    ]
+    done, twice, empty = (ended(batching, batch) for batch in made)
     assert done["status"] == "failed" and done["failed_at"]
     found = {(error["line"], error["code"]) for error in done["errors"]["data"]}
     assert found == {
@@ -127,10 +147,9 @@ def test_what_is_wrong_with_an_input_is_said_by_line(batching: httpx.Client) -> 
         (7, "invalid_method"),
         (8, "invalid_request"),
     }
-    done = ended(batching, create(batching, [chat_line("a"), chat_line("b"), chat_line("a")]))
-    (error,) = done["errors"]["data"]
+    (error,) = twice["errors"]["data"]
     assert error["line"] == 3 and error["code"] == "duplicate_custom_id"
-    assert ended(batching, create(batching, [""]))["errors"]["data"][0]["code"] == "empty_file"
+    assert empty["errors"]["data"][0]["code"] == "empty_file"
 
 
 def test_files(batching: httpx.Client) -> None:
@@ -224,58 +243,78 @@ def test_anthropic(batching: httpx.Client) -> None:
     assert batching.get(path).json()["data"] == []
 
 
-def test_a_server_that_was_killed_continues_its_batches(tmp_path: Path) -> None:
-    """Each line is answered once in the result, and those that were done are not run again."""
-    flags = ("--batch-dir", str(tmp_path), "--max-batch-requests", "4")
-    lines = [chat_line(str(i), max_tokens=24, ignore_eos=True) for i in range(120)]
-    with running_server(*flags) as client:
-        batch = create(client, lines)
+def runners(client: httpx.Client) -> list[psutil.Process]:
+    """The server processes that have a batch's journal open."""
+    found = []
+    for process in psutil.Process(client.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(file.path.endswith("/journal") for file in process.open_files()):
+                found.append(process)
+    return found
 
-        def num_completed() -> int:
-            found = client.get(f"/v1/batches/{batch['id']}").json()
-            return found["request_counts"]["completed"]
 
-        before = wait_for(num_completed, lambda number: number > 0)
-        assert before < 120
-        client.process.send_signal(signal.SIGKILL)
-        client.process.wait()
-    (output,) = tmp_path.rglob("output.jsonl")
-    (journal,) = tmp_path.rglob("journal")
+def committed(folder: Path, batch: Any) -> bytes:
+    """Returns the results of which the journal says that they are complete."""
+    (journal,) = folder.glob(f"*/batches/{batch['id']}/journal")
     last = json.loads(journal.read_text().splitlines()[-1])
-    committed = output.read_bytes()[: last["output_bytes"]]
-    assert len(committed.splitlines()) >= before
-    with running_server(*flags) as client:
+    return (journal.parent / "output.jsonl").read_bytes()[: last.get("output_bytes", 0)]
+
+
+def test_batches_continue_when_servers_are_killed(engine: str, tmp_path: Path) -> None:
+    """One of two processes runs them; when it is killed, the other one does, and after both a later
+    server. Each line is answered once in the result, and what was done is not run again. A batch
+    that expires meanwhile says which lines it did not answer.
+    """
+    flags = ("--batch-dir", str(tmp_path), "--engine", engine)
+    lines = [chat_line(str(i), max_tokens=60, ignore_eos=True) for i in range(30)]
+    results: list[bytes] = []
+    with running_server(*flags, "--api-server-count", "2", "--max-batch-requests", "1") as client:
+        batch = create(client, lines)
+        for _ in range(2):
+            (runner,) = wait_for(lambda: runners(client), len)
+            before = results[-1] if results else b""
+            wait_until(lambda before=before: len(committed(tmp_path, batch)) > len(before))
+            if not results:
+                runner.kill()
+                runner.wait()
+            results.append(committed(tmp_path, batch))
+        late = create(client, lines)
+        members = psutil.Process(client.process.pid).children()
+        assert runner in members and len(results[-1].splitlines()) < 30
+        client.process.kill()
+        psutil.wait_procs(members, timeout=30)
+    results.append(committed(tmp_path, batch))
+    (path,) = tmp_path.glob(f"*/batches/{late['id']}/batch.json")
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {"expires_at": stored["created_at"]}))
+    with running_server(*flags, wait=False) as client:
         done = ended(client, batch)
         assert done["status"] == "completed", done
-        assert done["request_counts"] == {"total": 120, "completed": 120, "failed": 0}
+        assert done["request_counts"] == {"total": 30, "completed": 30, "failed": 0}
         raw = client.get(f"/v1/files/{done['output_file_id']}/content").content
-        assert raw.startswith(committed)  # these have not been answered again
+        for before in results:
+            assert raw.startswith(before) and len(before.splitlines()) < 30
         ids = [json.loads(line)["custom_id"] for line in raw.splitlines()]
-        assert sorted(ids) == sorted(str(i) for i in range(120))
-
-
-def test_an_expired_batch_says_which_lines_it_did_not_answer(tmp_path: Path) -> None:
-    """The clock of the batch is set back where it is kept."""
-    flags = ("--batch-dir", str(tmp_path), "--max-batch-requests", "1")
-    lines = [chat_line(str(i), max_tokens=200, ignore_eos=True) for i in range(50)]
-    with running_server(*flags, wait=False) as client:
-        batch = create(client, lines)
-        (path,) = tmp_path.rglob("batch.json")
-        stored = json.loads(path.read_text())
-        path.write_text(json.dumps(stored | {"expires_at": stored["created_at"]}))
-        done = ended(client, batch)
-        assert done["status"] == "expired"
-        counts = done["request_counts"]
-        assert counts["completed"] + counts["failed"] == 50 and counts["failed"] > 40
-        errors = content(client, done["error_file_id"])
+        assert sorted(ids) == sorted(str(i) for i in range(30))
+        expired = ended(client, late)
+        assert expired["status"] == "expired"
+        counts = expired["request_counts"]
+        assert counts["completed"] + counts["failed"] == 30 and counts["failed"] > 0
+        errors = content(client, expired["error_file_id"])
         assert {line["error"]["code"] for line in errors} == {"batch_expired"}
         assert len(errors) == counts["failed"]
 
 
 def test_a_server_without_room(tmp_path: Path) -> None:
-    flags = ("--batch-dir", str(tmp_path))
-    with running_server(*flags, "--max-stored-file-bytes", "1000", wait=False) as client:
-        assert upload(client, ["1" * 2000]).status_code == 507
-        assert upload(client, ["1" * 900]).status_code == 200
-        assert upload(client, ["1" * 500]).status_code == 507
-        assert client.get("/v1/files").json()["data"][0]["bytes"] == 900
+    app = scripted_app(ScriptedEngine([]), batch_dir=str(tmp_path), max_stored_file_bytes=1000)
+
+    async def uploads(client: httpx.AsyncClient) -> list[int]:
+        found = []
+        for size in (2000, 900, 500):
+            files = {"file": ("in.jsonl", b"1" * size)}
+            answer = await client.post("/v1/files", files=files, data={"purpose": "batch"})
+            found.append(answer.status_code)
+        assert (await client.get("/v1/files")).json()["data"][0]["bytes"] == 900
+        return found
+
+    assert talk(app, uploads) == [507, 200, 507]

@@ -5,6 +5,7 @@ encoder beside a chat model.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -36,13 +37,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoints: dict[str, Path]) -> Iterator[httpx.Client]:
+def server(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
     """Each model needs 384 + 64 MiB; two whole ones fit, and the process of a third."""
     limit = 2 * (PROCESS_MIB + 65) + PROCESS_MIB
     with running_server(
         *(f"{name}={path}" for name, path in checkpoints.items()),
         *("--memory-limit", f"{limit}MiB", "--kv-cache-memory-bytes", str(64 * 2**20)),
         *("--num-threads", "1", "--keep-alive", "-1"),
+        *("--batch-dir", str(tmp_path_factory.mktemp("batches"))),
     ) as client:
         yield client
 
@@ -104,6 +108,39 @@ def test_fifty_requests_over_three_models(server: Any, alone: dict[Any, Any]) ->
     for what, name, duration in figures:
         print(f"{what:<9} {name} {duration}")
     assert {what for what, _, _ in figures} == {"ready", "awake", "asleep"}
+
+
+def test_each_line_of_a_batch_goes_to_the_model_that_it_names(
+    server: Any, alone: dict[Any, Any]
+) -> None:
+    """A model that has left memory is loaded for its lines; a name of none fails the batch."""
+    url = "/v1/completions"
+
+    def run(bodies: dict[str, Any]) -> Any:
+        line = {"method": "POST", "url": url}
+        rows = [json.dumps(line | {"custom_id": k, "body": one}) for k, one in bodies.items()]
+        sent = {"files": {"file": "\n".join(rows).encode()}, "data": {"purpose": "batch"}}
+        file = server.post("/v1/files", **sent).json()
+        asked = {"endpoint": url, "completion_window": "24h", "input_file_id": file["id"]}
+        batch = server.post("/v1/batches", json=asked).json()
+        while (found := server.get(f"/v1/batches/{batch['id']}").json())["status"] not in (
+            *("completed", "failed"),
+        ):
+            time.sleep(0.05)
+        return found
+
+    done = run({f"{name}{i}": body(name, i) for i in range(2) for name in "cab"})
+    assert done["request_counts"] == {"total": 6, "completed": 6, "failed": 0}, done
+    text = server.get(f"/v1/files/{done['output_file_id']}/content").text
+    for row in map(json.loads, text.splitlines()):
+        name, number = row["custom_id"]
+        found = row["response"]["body"]
+        assert found["model"] == name
+        logprobs = found["choices"][0]["logprobs"]
+        tokens = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+        assert list(tokens) == alone[name, int(number)]
+    wrong = run({"1": body("a", 1), "2": body("d", 1)})
+    assert wrong["errors"]["data"][0]["code"] == "model_not_found" and wrong["status"] == "failed"
 
 
 def test_a_killed_engine_harms_no_other(server: Any, alone: dict[Any, Any]) -> None:

@@ -15,7 +15,14 @@ from quire.executor.ranks.rank import Rank
 from quire.ipc.errors import EngineStartError
 from quire.ipc.params import SamplingParams
 from quire.ipc.sockets import connect_network, has_peer, make_context
-from quire.tests.executor.driver import generate, make_config, start_executor
+from quire.tests.executor.driver import generate, make_config, start_executor, start_with
+from quire.tests.executor.ranks.test_steps_in_flight import (
+    check_equal,
+    drafting,
+    jobs_of,
+    run_jobs,
+    without_drafts_and_ranks,
+)
 
 HOST = "127.0.0.1"
 
@@ -90,6 +97,28 @@ def test_tokens_equal_those_of_one_rank(tiny, tp: int, pp: int) -> None:
     assert not launcher.lost
     one = start_executor(tiny("qwen2"))
     assert found == [row.output for row in generate(one, prompts, 20, params)]
+
+
+@pytest.mark.parametrize(
+    ("method", "size"),
+    [
+        ("mtp", 1),
+        pytest.param("ngram", 2, marks=pytest.mark.slow),
+        pytest.param("eagle3", 2, marks=pytest.mark.slow),
+        pytest.param("draft_model", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_change_no_token(method: str, size: int) -> None:
+    """Drafts and tokens go to the first stage over TCP."""
+    config = drafting(method, size, 2, max_num_batched_tokens=64, max_num_seqs=6)
+    plain, jobs, launcher = without_drafts_and_ranks(config), jobs_of(4, 4), Threads()
+    jobs[0].request.prompt_token_ids[:] = [5, 9, 12] * 10
+    wanted, _ = run_jobs(start_with(plain), plain, jobs)
+    executor = MultiprocExecutor(config, lambda config: NetworkRanks(config, launcher))
+    answers, core = run_jobs(executor, config, jobs)
+    executor.shutdown()
+    check_equal(wanted, answers)
+    assert core.observer.get_metrics()["num_draft_tokens"] > 0 and not launcher.lost
 
 
 @pytest.mark.parametrize("cause", ["its node was lost", None])

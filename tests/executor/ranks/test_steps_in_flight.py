@@ -116,6 +116,14 @@ def drafting(method: str, size: int, num_stages: int, **arguments: Any) -> Engin
     return args.create_engine_config()
 
 
+def without_drafts_and_ranks(config: EngineConfig) -> EngineConfig:
+    scheduling = msgspec.structs.replace(config.scheduler_config, speculative_config=None)
+    device = msgspec.structs.replace(
+        config.device_config, tensor_parallel_size=1, pipeline_parallel_size=1
+    )
+    return msgspec.structs.replace(config, scheduler_config=scheduling, device_config=device)
+
+
 @pytest.mark.parametrize(
     ("method", "size", "num_stages"),
     [
@@ -135,11 +143,7 @@ def test_drafts_change_no_token(method: str, size: int, num_stages: int) -> None
     """
     options = {"max_num_batched_tokens": 64, "max_num_seqs": 6, "num_gpu_blocks_override": 20}
     config = drafting(method, size, num_stages, preemption_mode="swap", **options)
-    scheduling = msgspec.structs.replace(config.scheduler_config, speculative_config=None)
-    device = msgspec.structs.replace(
-        config.device_config, tensor_parallel_size=1, pipeline_parallel_size=1
-    )
-    plain = msgspec.structs.replace(config, scheduler_config=scheduling, device_config=device)
+    plain = without_drafts_and_ranks(config)
     jobs = jobs_of(4, 8)
     for job in jobs[:3]:  # texts that repeat themselves
         job.request.prompt_token_ids[:] = [5, 9, 12] * 10

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError, ModelLoadError
@@ -196,6 +197,8 @@ class ModelBuilder:
             has_draft_head=self.config.scheduler_config.has_draft_head,
             reads_blocks=quantization is not None or (directory is not None and is_gguf(directory)),
         )
+        if quantization is not None:
+            quantization = replace(quantization, keeps_fp8=make.multiplies_fp8)
         if self.config.lora_config.enable_lora and not self.shape.has_lm_head:
             problem = "takes no LoRA adapters: it does not generate text"
             raise InvalidParameterError("enable_lora", f"{self.kind.name} {problem}")
@@ -212,7 +215,7 @@ class ModelBuilder:
             encoder, num_bytes = made
             model.use_encoder(encoder)
             make.weights_bytes += num_bytes
-        self._check_size(model, make, directory, quantization)
+        kind = self._check_size(model, make, directory, quantization)
         if directory is None:
             fill_with_random_weights(model, model_config.seed, report, make.fill)
         else:
@@ -227,6 +230,9 @@ class ModelBuilder:
                     load_mmproj(model.encoder, vision, report, make.fill)
                 packed.keep()
         self.weights_bytes = make.weights_bytes
+        if self.device.type == "cuda":
+            size = self.weights_bytes / 2**30
+            logger.info("the weights take %.2f GiB on %s, as %s", size, self.device, kind)
         if make.adapter_rows is not None and model.IS_FALLBACK:
             model.use_adapters(make.adapter_rows, explored_modules(model))
         return model
@@ -248,8 +254,10 @@ class ModelBuilder:
         make: LayerFactory,
         directory: Path | None,
         quantization: CheckpointQuantization | None,
-    ) -> None:
-        """Checks that the model fits. Its pages are allocated only when they are filled."""
+    ) -> str:
+        """Checks that the model fits, and returns what its weights are. Its pages are allocated
+        only when they are filled.
+        """
         model_config = self.config.model_config
         num_bytes, kind = make.weights_bytes, model_config.quantization or model_config.dtype
         if directory is not None and is_gguf(directory) and make.multiplies_blocks:
@@ -263,9 +271,10 @@ class ModelBuilder:
                 if model.IS_FALLBACK
                 else {name: list(tensor.shape) for name, tensor in model.weights()}
             )
-            num_bytes -= saved_bytes(shapes, quantization, self.dtype.itemsize)
-            kind = f"{quantization.method} weights"
+            if saved := saved_bytes(shapes, quantization, self.dtype.itemsize):
+                num_bytes, kind = num_bytes - saved, f"{quantization.method} weights"
         check_weights_fit(num_bytes, kind, devices.free_bytes(self.device))
+        return kind
 
     def _quantization_of(self, directory: Path) -> CheckpointQuantization | None:
         """How the weights of `directory` are stored: like the model's own where there is no

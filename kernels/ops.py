@@ -136,7 +136,8 @@ def pack_gguf_linear(
     reference/gguf_linear.py states how scales and minima are applied. A row of x that is not finite
     gives NaN. The returned function has `logits`, and for a weight of one type `embedding`, whose
     rows are the dequantized blocks. An implementation may have an attribute `from_parts`, the same
-    function with `release=`, as that of pack_linear.
+    function with `release=`, as that of pack_linear. One with an attribute `takes_fp8` that is true
+    also multiplies FP8_32 and FP8_128: e4m3 numbers with a scale in fp32, by x itself.
     """
 
 

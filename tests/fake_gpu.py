@@ -25,6 +25,7 @@ from quire.executor import worker
 from quire.executor.tracing.instruments import tensors_of
 from quire.kernels import registry
 from quire.kernels.metadata import AttentionMetadata
+from quire.kernels.reference.gguf_blocks import FP8_TYPES
 from quire.tests.executor.on_device import FakeCapture
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -281,12 +282,26 @@ def _select(kernels: _Kernels, select: Any) -> Any:
         if torch.device(device).type != "cuda":
             return select(device, dtype, overrides, **sizes)
         table = select("cpu", dtype, overrides, **sizes)
+        table.replace("pack_gguf_linear", _with_fp8(table.pack_gguf_linear))
         for op in registry.CONTRACTS:
             table.replace(op, kernels.on_gpu(op, getattr(table, op)))
+        table.pack_gguf_linear.takes_fp8 = True  # type: ignore[attr-defined]
         table.native.clear()
         return table
 
     return chosen
+
+
+def _with_fp8(pack: Any) -> Any:
+    """Kernels of GPUs take blocks of FP8; of those for CPUs only the reference does."""
+    found = registry.implementations("pack_gguf_linear")
+    reference = next(one.function for one in found if one.name == "reference")
+
+    def call(parts: Any, types: list[str], bias: Any, dtype: Any) -> Any:
+        has_fp8 = any(type in FP8_TYPES for type in types)
+        return (reference if has_fp8 else pack)(parts, types, bias, dtype)
+
+    return call
 
 
 class _Stream:

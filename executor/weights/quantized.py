@@ -77,10 +77,11 @@ class QuantizedWeights:
         if self._missing[weight]:
             return None
         shape = self._shapes[weight]
-        found = self._quantization.format_of(weight, shape) if self._quantization else None
-        assert found is not None
+        quantization = self._quantization
+        found = quantization.format_of(weight, shape) if quantization else None
+        assert quantization is not None and found is not None
         try:
-            values, problem = pack_weight(found, shape, parts, dtype)
+            values, problem = pack_weight(found, shape, parts, dtype, quantization.keeps_fp8)
         except ValueError as error:
             raise ModelLoadError(f"the quantized tensors of {weight}: {error}") from None
         if problem is not None and problem not in self._problems:
@@ -103,25 +104,34 @@ class Numbers(NamedTuple):
 
 
 def pack_weight(
-    found: WeightFormat, shape: list[int], parts: dict[str, Tensor], dtype: torch.dtype
+    found: WeightFormat,
+    shape: list[int],
+    parts: dict[str, Tensor],
+    dtype: torch.dtype,
+    keeps_fp8: bool = False,
 ) -> tuple[PackedRows | Tensor, str | None]:
     """Returns the weight and, if it is not packed, the reason: it is then a tensor of `dtype`.
 
     `parts` are the stored tensors by the last part of their names
-    (ipc/models/quantized_tensors.py).
+    (ipc/models/quantized_tensors.py). keeps_fp8: see CheckpointQuantization.
 
     Raises ValueError for indices that lead out of the tensors.
     """
     weight = _READERS[found.layout](found, shape, parts)
-    kind, problem = packed_type(found, shape[1]), None
-    if found.is_float:
+    kind, problem = packed_type(found, shape[1], keeps_fp8), None
+    if found.is_float and not keeps_fp8:
         problem = "no kernel multiplies fp8"
     elif kind is None:
         problem = f"no kernel has groups of {weight.group_size} columns"
     elif weight.group_of is not None:
         problem = "columns of a group are not neighbours (act-order)"
     else:
-        rows = _pack_int8(weight) if kind == INT8_TYPE else _pack_int4(weight, BLOCKS[kind][0])
+        if found.is_float:
+            rows = _pack_fp8(weight, BLOCKS[kind][0])
+        elif kind == INT8_TYPE:
+            rows = _pack_int8(weight)
+        else:
+            rows = _pack_int4(weight, BLOCKS[kind][0])
         if rows is not None:
             return PackedRows(rows, kind), None
         problem = f"blocks of {kind} do not hold its scales or zeros exactly"
@@ -313,6 +323,18 @@ def _pack_int8(weight: Numbers) -> Tensor | None:
     out[..., :2] = halves.view(torch.uint8).view(rows, -1, 2)
     numbers = weight.numbers.contiguous().view(torch.uint8)
     out[..., 2:] = (numbers if is_signed else numbers ^ 128).view(rows, -1, size)
+    return out.flatten(1)
+
+
+def _pack_fp8(weight: Numbers, size: int) -> Tensor:
+    """Makes blocks of FP8_`size`, [rows, bytes]."""
+    rows, columns = weight.numbers.shape
+    blocks = columns // size
+    scales = weight.scales.repeat_interleave(weight.group_rows, 0)[:rows]
+    scales = scales.repeat_interleave(weight.group_size // size, 1)[:, :blocks].contiguous()
+    out = torch.empty(rows, blocks, 4 + size, dtype=torch.uint8)
+    out[..., :4] = scales.view(torch.uint8).view(rows, blocks, 4)
+    out[..., 4:] = weight.numbers.contiguous().view(torch.uint8).view(rows, blocks, size)
     return out.flatten(1)
 
 

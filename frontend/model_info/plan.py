@@ -428,7 +428,8 @@ def _bytes_of_mtp_head(
     are kept, if they are those of the model; fc is unpacked (executor/models/draft_heads.py:
     JoinedLinear).
     """
-    path, quantization = Path(draft.model), parse_quantization(draft.hf_config)
+    keeps_fp8 = config.device_config.device == "cuda"
+    path, quantization = Path(draft.model), parse_quantization(draft.hf_config, keeps_fp8)
     are_kept = _keeps_blocks(msgspec.structs.replace(config, model_config=draft))
     if not are_kept or (quantization is None and not is_gguf(path)):
         return head.weights_bytes(draft.dtype, draft.quantization)
@@ -509,7 +510,8 @@ def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
         tensors = check_gguf_tensors(read_gguf(path), shapes)
         num_bytes = weights_in_memory(tensors, model_config.dtype, keeps_blocks=True)
         return num_bytes + sizes.wider_bytes(model_config.dtype)
-    quantization = parse_quantization(model_config.hf_config)
+    keeps_fp8 = config.device_config.device == "cuda"
+    quantization = parse_quantization(model_config.hf_config, keeps_fp8)
     if quantization is None:
         return None
     if isinstance(sizes, StoredSizes):

@@ -63,6 +63,7 @@ class CheckpointQuantization(msgspec.Struct, frozen=True):
     # (whether a format applies to a layer, the format), in order
     formats: tuple[tuple[Callable[[str], bool], WeightFormat], ...]
     is_ignored: Callable[[str], bool]
+    keeps_fp8: bool = False  # whether the kernels multiply blocks of FP8, as those of GPUs do
 
     def format_of(self, name: str, shape: list[int]) -> WeightFormat | None:
         """The format of a weight, by its name in the model; None: it is not quantized."""
@@ -74,8 +75,8 @@ class CheckpointQuantization(msgspec.Struct, frozen=True):
         return next((found for applies, found in self.formats if applies(layer)), None)
 
 
-def parse_quantization(hf_config: Json) -> CheckpointQuantization | None:
-    """Returns None for a checkpoint that is not quantized.
+def parse_quantization(hf_config: Json, keeps_fp8: bool = False) -> CheckpointQuantization | None:
+    """Returns None for a checkpoint that is not quantized. keeps_fp8: see CheckpointQuantization.
 
     Raises ModelLoadError, naming the key, for what is missing, out of range or unsupported.
     """
@@ -91,7 +92,7 @@ def parse_quantization(hf_config: Json) -> CheckpointQuantization | None:
         raise _refused(
             f"quant_method {method!r:.100} is not supported; supported: {', '.join(METHODS)}"
         )
-    return METHODS[method](config)
+    return replace(METHODS[method](config), keeps_fp8=keeps_fp8)
 
 
 def _awq(config: Json) -> CheckpointQuantization:

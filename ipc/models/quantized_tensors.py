@@ -31,8 +31,16 @@ UNUSED = (
 # a multiple of them become several blocks.
 INT4_TYPES = {128: "INT4_128", 32: "INT4_32"}
 INT8_TYPE = "Q8_0"
-# type -> columns and bytes of a block; native kernels multiply all of them
-BLOCKS = {"INT4_128": (128, 68), "INT4_32": (32, 20), "Q8_0": (32, 34), "MXFP4": (32, 17)}
+FP8_TYPES = {128: "FP8_128", 32: "FP8_32"}
+# type -> columns and bytes of a block; native kernels multiply all but FP8_*
+BLOCKS = {
+    "INT4_128": (128, 68),
+    "INT4_32": (32, 20),
+    "Q8_0": (32, 34),
+    "MXFP4": (32, 17),
+    "FP8_128": (128, 132),
+    "FP8_32": (32, 36),
+}
 
 # these weights form one layer, whose blocks are kept if all of them can be
 _MERGED = re.compile(r"\b(?:(?:[qkv]|gate|up)_proj|(?:gate|up)_linear|w[13])\.weight$")
@@ -140,15 +148,16 @@ def _scale_shapes(rows: int, groups: int, found: WeightFormat) -> tuple[list[int
     return ([rows, groups], [rows]) if groups == 1 else ([rows, groups],)
 
 
-def packed_type(found: WeightFormat, columns: int) -> str | None:
+def packed_type(found: WeightFormat, columns: int, keeps_fp8: bool = False) -> str | None:
     """The type of blocks that hold such a weight exactly, if its scales and zeros allow it; None:
-    it is unpacked to the model's dtype.
+    it is unpacked to the model's dtype. keeps_fp8: see CheckpointQuantization.
     """
-    if found.is_float:
-        return None
     if found.layout == MXFP4:
         return MXFP4.upper()
     group = found.group_size or columns
+    if found.is_float:
+        sizes = FP8_TYPES if keeps_fp8 else ()
+        return next((FP8_TYPES[n] for n in sizes if group % n == columns % n == 0), None)
     if found.bits == 8:
         return INT8_TYPE if group % BLOCKS[INT8_TYPE][0] == 0 else None
     return next((kind for size, kind in INT4_TYPES.items() if group % size == 0), None)
@@ -165,7 +174,7 @@ def saved_bytes(
     layers: dict[str, list[int | None]] = {}
     for name, shape in shapes.items():
         found = quantization.format_of(name, shape)
-        kind = None if found is None else packed_type(found, shape[1])
+        kind = None if found is None else packed_type(found, shape[1], quantization.keeps_fp8)
         saved = None
         if kind is not None:
             columns, num_bytes = BLOCKS[kind]

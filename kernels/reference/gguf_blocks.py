@@ -51,9 +51,10 @@ def row_bytes(columns: int, type: str) -> int:
 
 
 def block_type(type: str) -> BlockType:
-    if type not in TYPES and type not in INT4_TYPES:
+    found = TYPES.get(type) or INT4_TYPES.get(type) or FP8_TYPES.get(type)
+    if found is None:
         raise ValueError(f"type {type:.20} is not supported; supported: {', '.join(TYPES)}")
-    return TYPES[type] if type in TYPES else INT4_TYPES[type]
+    return found
 
 
 def dequantize(blocks: Tensor, type: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -253,6 +254,18 @@ def _int4(blocks: Tensor) -> Tensor:
     return scale * (unpack_bits(numbers, 4, 16).float() - zero)
 
 
+def fp8_parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks of FP8_* -> scales [blocks, 1] and e4m3 numbers [blocks, columns], both f32."""
+    scale, numbers = split(blocks, 4, blocks.shape[1] - 4)
+    numbers = numbers.contiguous().view(torch.float8_e4m3fn)
+    return scale.contiguous().view(torch.float32), numbers.float()
+
+
+def _fp8(blocks: Tensor) -> Tensor:
+    scale, numbers = fp8_parts(blocks)
+    return scale * numbers
+
+
 def _product(parts: Callable[[Tensor], Parts]) -> Callable[[Tensor], Tensor]:
     def weights(blocks: Tensor) -> Tensor:
         scale, factors, numbers = parts(blocks)
@@ -264,6 +277,7 @@ def _product(parts: Callable[[Tensor], Parts]) -> Callable[[Tensor], Tensor]:
 
 ZERO_BITS = 255  # of the word of a block of INT4_*
 INT4_TYPES = {f"INT4_{size}": BlockType(size, 4 + size // 2, _int4) for size in (32, 128)}
+FP8_TYPES = {f"FP8_{size}": BlockType(size, 4 + size, _fp8) for size in (32, 128)}
 TYPES = {
     "F32": BlockType(1, 4, _f32),
     "F16": BlockType(1, 2, half),

@@ -10,6 +10,9 @@ scales and at most one least weight; those of K-quants are products that fp32 ho
 Blocks of 32 are added in ascending order with one fused multiply-add per scale: the exact sum of
 products of integers, times the scale of x, which rounds, is multiplied by the scale of the weights.
 Then the exact sum of the integers of x, times their scale, is multiplied by the least weight.
+
+Blocks of FP8_* are multiplied by x itself: sums of a block's products with e4m3 numbers are in
+fp32, in any order, and blocks are added as above, with one scale.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from torch import Tensor
 
 from ..registry import register
 from .gguf_blocks import (
+    FP8_TYPES,
     block_type,
     dequantize,
     fifth_bits,
     fp4_numbers,
+    fp8_parts,
     half,
     iq4_numbers,
     mxfp4_scales,
@@ -62,7 +67,7 @@ class GgufLinear:
         return self.logits(x).to(self.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
-        out = torch.cat([_multiply(x, take_apart(*part)) for part in self.blocks], 1)
+        out = torch.cat([_product(x, *part) for part in self.blocks], 1)
         return out if self.bias is None else out + self.bias.float()
 
     def embedding(self, token_ids: Tensor) -> Tensor:
@@ -75,6 +80,24 @@ def pack_gguf_linear(
     parts: list[Tensor], types: list[str], bias: Tensor | None, dtype: torch.dtype
 ) -> GgufLinear:
     return GgufLinear(parts, types, bias, dtype)
+
+
+def _product(x: Tensor, blocks: Tensor, type: str) -> Tensor:
+    return (
+        _multiply_fp8(x, blocks, type)
+        if type in FP8_TYPES
+        else _multiply(x, take_apart(blocks, type))
+    )
+
+
+def _multiply_fp8(x: Tensor, blocks: Tensor, type: str) -> Tensor:
+    size = block_type(type).columns
+    scales, numbers = fp8_parts(blocks.reshape(-1, block_type(type).num_bytes))
+    scales, numbers = scales.view(len(blocks), -1), numbers.view(len(blocks), -1, size)
+    total = torch.zeros(len(x), len(blocks))
+    for block, of_x in enumerate(x.float().split(size, 1)):
+        total = fused(of_x @ numbers[:, block].T, scales[:, block], total)
+    return total
 
 
 def _multiply(x: Tensor, parts: Parts) -> Tensor:

@@ -1,17 +1,18 @@
-"""Linear layers on GGUF's blocks and on those of int4 checkpoints in Triton: memory keeps as many
-bytes as the file has. Results have the bits that reference/gguf_linear.py states, whatever the
-tiles are, as those of a CPU have.
+"""Linear layers on GGUF's blocks and on those of int4 and FP8 checkpoints in Triton: memory keeps
+as many bytes as the file has. Results have the bits that reference/gguf_linear.py states, whatever
+the tiles are, as those of a CPU have; with FP8 the tensor cores add a block in their own order.
 
 Must not know: files, models, requests.
 
 A block is taken apart when it is packed. Each part is a plane, [parts, rows, bytes], so that a
 tile's rows lie side by side, and all planes of a weight are one tensor:
 
-    numbers   32 columns of a row: 32 bytes of Q8_0, else 16; byte i has columns 2 i and 2 i + 1
+    numbers   32 columns of a row: 32 bytes of Q8_0, else 16; byte i has columns 2 i and 2 i + 1;
+              of FP8_* a block's columns
     high      the fifth bits of 32 columns are 4 bytes; the fifth and sixth of Q6_K 8 bytes
     scales    halves, words of INT4_*, then bytes; each of as many columns as in the file
 
-numbers_of and scales_of are all that the products know of a type.
+numbers_of and scales_of are all that the products of integers know of a type.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.gguf_blocks import block_type, scales_and_leasts, split, unpack_bits
+from ..reference.gguf_blocks import FP8_TYPES, block_type, scales_and_leasts, split, unpack_bits
 from ..reference.gguf_linear import GROUP
 from ..registry import register
 from .device import PLAIN, PRIORITY, is_cuda
@@ -33,6 +34,7 @@ from .quantized import quantize
 
 PACKED_AT_ONCE = 2**24  # bytes; bounds what packing takes beside the result
 # IQ4_NL's numbers, a byte each: those of the nibbles 0 to 7, and of 8 to 15
+E4M3_FACTOR = tl.constexpr(2.0**120)  # between the exponents of f32 and e4m3
 IQ4_LOW, IQ4_HIGH = tl.constexpr(-654466911485192063), tl.constexpr(8167635493787864321)
 
 
@@ -188,6 +190,87 @@ def products(
 
 
 @triton.jit
+def from_e4m3(bits, DTYPE: tl.constexpr):
+    """[...] uint8 -> numbers of DTYPE, which has all of them. Not every GPU converts e4m3. NaN does
+    not occur: it is packed as a scale.
+    """
+    bits = bits.to(tl.int32)
+    shifted = ((bits & 127) << 20) | ((bits & 128) << 24)
+    return (shifted.to(tl.float32, bitcast=True) * E4M3_FACTOR).to(DTYPE)
+
+
+@triton.jit
+def float_products(
+    x_ptr,
+    x_stride,
+    row,
+    in_rows,
+    base,
+    column,
+    in_columns,
+    num_columns,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """[ROWS, COLUMNS] f32: rows of x times rows `column` of a weight with planes of FP8_SIZE at
+    base. row and column are i64.
+    """
+    total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
+    k = tl.arange(0, SIZE)
+    scales = base + tl.full((), BLOCKS * SIZE, tl.int64) * num_columns
+    for block in range(BLOCKS):
+        x_places = x_ptr + (row * x_stride + block * SIZE)[:, None] + k[None, :]
+        x = tl.load(x_places, mask=in_rows[:, None], other=0.0)
+        at = tl.cast(block, tl.int64) * num_columns + column
+        bits = tl.load(base + (at * SIZE)[:, None] + k[None, :], in_columns[:, None], 0)
+        scale_places = (scales + at * 4).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scale_places, mask=in_columns, other=0.0)
+        weight = tl.trans(from_e4m3(bits, x.dtype))
+        product = tl.dot(x, weight, out_dtype=tl.float32, input_precision="ieee")
+        total = tl.fma(product, tl.broadcast_to(scale[None, :], product.shape), total)
+    return total
+
+
+@triton.jit
+def float_multiply_kernel(
+    x_ptr,
+    x_stride,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    out_stride,
+    num_rows,
+    num_columns,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Does what multiply_kernel does with FP8_SIZE, and rows of x with a stride."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    in_rows, in_columns = row < num_rows, column < num_columns
+    total = float_products(
+        x_ptr,
+        x_stride,
+        row,
+        in_rows,
+        weight_ptr,
+        column,
+        in_columns,
+        num_columns,
+        BLOCKS,
+        SIZE,
+    )
+    if BIAS:
+        total += tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    places = out_ptr + row[:, None] * out_stride + column[None, :]
+    mask = in_rows[:, None] & in_columns[None, :]
+    tl.store(places, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def multiply_kernel(
     numbers_ptr,
     scales_ptr,
@@ -308,6 +391,14 @@ def _q6_k(blocks: Tensor) -> list[Tensor]:
     return [*planes, scale.unsqueeze(1), scales.unflatten(1, (8, 2))]
 
 
+def _fp8(blocks: Tensor) -> list[Tensor]:
+    """A block with a number that is NaN gets that as its scale."""
+    scale, numbers = split(blocks, 4, blocks.shape[1] - 4)
+    is_nan = ((numbers & 127) == 127).any(1, keepdim=True)
+    scales = scale.contiguous().view(torch.float32).masked_fill(is_nan, torch.nan)
+    return [numbers.unsqueeze(1), scales.view(torch.uint8).unsqueeze(1)]
+
+
 # The planes of one block per row, [blocks, parts, bytes] each.
 _PLANES: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "Q8_0": _q8_0,
@@ -322,6 +413,8 @@ _PLANES: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "Q4_K": lambda blocks: _with_leasts(blocks, 0),
     "Q5_K": lambda blocks: _with_leasts(blocks, 32),
     "Q6_K": _q6_k,
+    "FP8_32": _fp8,
+    "FP8_128": _fp8,
 }
 
 
@@ -369,32 +462,48 @@ class BlockLinear:
         out = x.new_empty(num_rows, self.out_features, dtype=dtype)
         if not num_rows:
             return out
-        numbers, scales, sums = quantize(x, GROUP)
+        is_float = [part.type in FP8_TYPES for part in self.parts]
+        of_x = None if all(is_float) else quantize(x, GROUP)
         first = 0
         for part in self.parts:
-            shape = multiply_shape(num_rows, self.num_blocks, part.type)
-            columns = triton.cdiv(part.num_rows, shape["COLUMNS"])
-            multiply_kernel[triton.cdiv(num_rows, shape["ROWS"]), columns](
-                numbers,
-                scales,
-                sums,
-                part.data,
-                out if self.bias is None else self.bias[first:],
-                out[:, first:],
-                out.stride(0),
-                num_rows,
-                part.num_rows,
-                BLOCKS=self.num_blocks,
-                TYPE=part.type,
-                BIAS=self.bias is not None,
-                **shape,
-                **PLAIN,
-            )
+            bias = out if self.bias is None else self.bias[first:]  # without BIAS it is not read
+            places = part.data, bias, out[:, first:]
+            options = {"BIAS": self.bias is not None, **PLAIN}
+            if of_x is None or part.type in FP8_TYPES:
+                size = block_type(part.type).columns
+                shape = float_shape(num_rows)
+                float_multiply_kernel[_grid(num_rows, part.num_rows, shape)](
+                    x,
+                    x.stride(0),
+                    *places,
+                    out.stride(0),
+                    num_rows,
+                    part.num_rows,
+                    BLOCKS=x.shape[1] // size,
+                    SIZE=size,
+                    **shape,
+                    **options,
+                )
+            else:
+                shape = multiply_shape(num_rows, self.num_blocks, part.type)
+                multiply_kernel[_grid(num_rows, part.num_rows, shape)](
+                    *of_x,
+                    *places,
+                    out.stride(0),
+                    num_rows,
+                    part.num_rows,
+                    BLOCKS=self.num_blocks,
+                    TYPE=part.type,
+                    **shape,
+                    **options,
+                )
             first += part.num_rows
         return out
 
     def embedding(self, token_ids: Tensor) -> Tensor:
         [part] = self.parts
+        if part.type in FP8_TYPES:
+            return _look_up_floats(part, token_ids.long()).to(self.dtype)
         out = part.data.new_empty(len(token_ids), self.num_blocks * GROUP, dtype=self.dtype)
         if len(token_ids):
             look_up_kernel[triton.cdiv(len(token_ids), 16), self.num_blocks](
@@ -409,6 +518,27 @@ class BlockLinear:
                 **PLAIN,
             )
         return out
+
+
+def _look_up_floats(part: Planes, ids: Tensor) -> Tensor:
+    """[T] i64 -> [T, columns] f32"""
+    size = block_type(part.type).columns
+    end = len(part.data) // (size + 4) * size
+    numbers, scales = part.data[:end].view(-1, part.num_rows, size), part.data[end:]
+    scales = scales.view(torch.float32).view(-1, part.num_rows)
+    values = numbers[:, ids].view(torch.float8_e4m3fn).float() * scales[:, ids, None]
+    return values.transpose(0, 1).flatten(1)
+
+
+def _grid(num_rows: int, num_columns: int, shape: dict[str, int]) -> tuple[int, int]:
+    return triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(num_columns, shape["COLUMNS"])
+
+
+def float_shape(num_rows: int) -> dict[str, int]:
+    """For decodes narrow tiles, as in multiply_shape."""
+    if num_rows <= 16:
+        return {"ROWS": 16, "COLUMNS": 32, "num_warps": 4, "num_stages": 4}
+    return {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
 
 
 def multiply_shape(num_rows: int, num_blocks: int, type: str) -> dict[str, int]:
@@ -427,3 +557,6 @@ def pack_gguf_linear(
     parts: list[Tensor], types: list[str], bias: Tensor | None, dtype: torch.dtype
 ) -> BlockLinear:
     return BlockLinear(parts, types, bias, dtype)
+
+
+pack_gguf_linear.takes_fp8 = True  # type: ignore[attr-defined]

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ..moe import UNGATED, ClampedSwiGLU
 from ..reference import gguf_linear
+from ..reference.gguf_blocks import FP8_TYPES, block_type
 from ..reference.quantized import GROUP
 from . import blocks, quantized
-from .blocks import BlockLinear, products
+from .blocks import BlockLinear, float_products, products
 from .device import PLAIN, TILE
 from .quantized import QuantizedLinear, group_products, quantize
 
@@ -334,6 +335,84 @@ def block_experts_kernel(
 
 
 @triton.jit
+def float_experts_kernel(
+    x_ptr,
+    pairs_ptr,
+    experts_ptr,
+    weights_ptr,
+    biases_ptr,
+    out_ptr,
+    x_stride,
+    OUT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    COUNT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    GATE_SCALE: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Does what experts_kernel does with weights of blocks of FP8_SIZE, whose planes are at the
+    addresses (blocks.py).
+    """
+    expert = tl.load(experts_ptr + tl.program_id(0))
+    address = tl.load(weights_ptr + expert, mask=expert < COUNT, other=0)
+    if address != 0:
+        pair = tl.load(pairs_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS))
+        column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+        weight = address.to(tl.pointer_type(tl.uint8))
+        row = (pair // TOP_K).to(tl.int64)
+        total = float_products(
+            x_ptr,
+            x_stride,
+            row,
+            pair >= 0,
+            weight,
+            column,
+            column < OUT,
+            OUT * (1 + IS_GATED),
+            BLOCKS,
+            SIZE,
+        )
+        up_total = total
+        if IS_GATED:
+            up_total = float_products(
+                x_ptr,
+                x_stride,
+                row,
+                pair >= 0,
+                weight,
+                column + OUT,
+                column < OUT,
+                OUT * 2,
+                BLOCKS,
+                SIZE,
+            )
+        finish(
+            total,
+            up_total,
+            pair,
+            column,
+            biases_ptr + expert,
+            out_ptr,
+            OUT,
+            STRIDE,
+            DTYPE,
+            HAS_BIAS,
+            ACTIVATION,
+            IS_GATED,
+            GATE_SCALE,
+            GATE_LIMIT,
+        )
+
+
+@triton.jit
 def activate_kernel(
     x_ptr,
     out_ptr,
@@ -518,6 +597,12 @@ def _multiply(
         shape = quantized.multiply_shape(ROWS) | {"num_warps": QUANTIZED_WARPS}
         options = shape | options | groups
         quantized_experts_kernel[grid](numbers, scales, *places, **options, **PLAIN)
+        return
+    if table.kind in FP8_TYPES:
+        size = block_type(table.kind).columns
+        options = blocks.float_shape(ROWS) | options
+        grid_options = {"BLOCKS": x.shape[1] // size, "SIZE": size}
+        float_experts_kernel[grid](x, *places, x.stride(0), **grid_options, **options, **PLAIN)
         return
     num_blocks = x.shape[1] // gguf_linear.GROUP
     options = blocks.multiply_shape(ROWS, num_blocks, table.kind) | options

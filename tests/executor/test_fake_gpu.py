@@ -4,6 +4,7 @@ and tokens are those of the CPU.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,24 @@ def test_a_quantized_checkpoint_stays_packed(tmp_path: Path) -> None:
     args = [EngineArgs(settings["model"], device=d, dtype="bfloat16") for d in ("cpu", "cuda")]
     plans = [make_plan(each, memory_bytes=2**33) for each in args]
     assert plans[1].keeps_blocks and plans[1].weights_bytes == plans[0].weights_bytes
+
+
+def test_fp8_stays_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The CPU unpacks it and rounds the weights, so that probabilities differ a little."""
+    write_quantized(tmp_path / "model", find_model_directory("bundled"), "fp8")
+    settings = {"dtype": "bfloat16", "model": str(tmp_path / "model")}
+    caplog.set_level(logging.INFO)
+    wanted, _ = generate("cpu", **settings)
+    with fake_gpu():
+        found, _ = generate("cuda", **settings)
+    assert [tokens for tokens, _ in found[:2]] == [tokens for tokens, _ in wanted[:2]]
+    assert 0 < abs(found[1][1] - wanted[1][1]) < 0.01
+    args = [EngineArgs(settings["model"], device=d, dtype="bfloat16") for d in ("cpu", "cuda")]
+    plans = [make_plan(each, memory_bytes=2**33) for each in args]
+    assert plans[1].keeps_blocks and not plans[0].keeps_blocks
+    assert plans[1].weights_bytes < 0.6 * plans[0].weights_bytes
+    size = plans[1].weights_bytes / 2**30
+    assert f"the weights take {size:.2f} GiB on cuda:0, as fp8 weights" in caplog.text
 
 
 def test_experts_in_int4(tmp_path: Path) -> None:

@@ -184,6 +184,12 @@ def random_blocks(rows: int, columns: int, type: str) -> Tensor:
         words = scales.view(torch.int32) | torch.randint(16, scales.shape, dtype=torch.int32)
         blocks[..., :4] = words.unsqueeze(-1).view(torch.uint8)
         return blocks.flatten(1)
+    if type.startswith("FP8"):
+        numbers = blocks[..., 4:]
+        numbers[numbers & 127 == 127] = 0  # NaN
+        scales = torch.randn(blocks.shape[:2]) / (256 * columns**0.5)
+        blocks[..., :4] = scales.unsqueeze(-1).view(torch.uint8)
+        return blocks.flatten(1)
     if type == "MXFP4":  # 2 ** (byte - 128), numbers up to 12
         lowest = 128 - round(math.log2(8 * columns**0.5))
         blocks[..., 0] = torch.randint(lowest - 3, lowest + 1, blocks.shape[:2]).byte()

@@ -148,7 +148,11 @@ def test_quantization_on_top_is_that_of_the_dequantized_weights(checkpoint, tmp_
         ("int8, asymmetric", "Q8_0 do not hold"),
         ("gptq, act-order", "act-order"),
         ("gptq, 16", "groups of 16"),
-        ("fp8, per tensor", "fp8"),
+        ("fp8, per tensor", "no kernel multiplies fp8"),
+        ("fp8, per tensor", "FP8_128"),
+        ("fp8, per channel", "FP8_128"),
+        ("fp8, compressed blocks", "FP8_128"),
+        ("fp8, blocks", "FP8_128"),
     ],
 )
 def test_what_is_packed_and_why_something_is_not(case, type, checkpoint, caplog):
@@ -162,7 +166,8 @@ def test_what_is_packed_and_why_something_is_not(case, type, checkpoint, caplog)
         for part, tensor in load_file(directory / "model.safetensors").items()
         if part.startswith(name.removesuffix("weight")) and not part.endswith("input_scale")
     }
-    weights = QuantizedWeights(shapes, parse_quantization(config), set(stored))
+    quantization = parse_quantization(config, keeps_fp8=type.startswith("FP8"))
+    weights = QuantizedWeights(shapes, quantization, set(stored))
     results = [weights.add(part, tensor, torch.bfloat16) for part, tensor in stored.items()]
     assert all(result is None for result in results[:-1])
     weight = results[-1]

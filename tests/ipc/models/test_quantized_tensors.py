@@ -62,11 +62,17 @@ def test_shapes_that_a_format_cannot_have(found, shape, message):
         (WeightFormat("gptq", 4), 192, "INT4_32"),
         (WeightFormat("plain", 8), 64, "Q8_0"),
         (WeightFormat("plain", 8), 40, None),
-        (WeightFormat("plain", 8, is_float=True), 256, None),
+        (WeightFormat("plain", 8, is_float=True), 256, "FP8_128"),
+        (WeightFormat("plain", 8, is_float=True, group_rows=0), 96, "FP8_32"),
+        (WeightFormat("plain", 8, is_float=True, group_rows=64, group_size=64), 256, "FP8_32"),
+        (WeightFormat("plain", 8, is_float=True, group_rows=128, group_size=128), 320, "FP8_32"),
+        (WeightFormat("plain", 8, is_float=True), 40, None),
     ],
 )
 def test_the_type_of_the_blocks(found, columns, expected):
-    assert packed_type(found, columns) == expected
+    assert packed_type(found, columns, keeps_fp8=True) == expected
+    if found.is_float:
+        assert packed_type(found, columns) is None
 
 
 def test_sizes_of_blocks():

@@ -1,4 +1,6 @@
-"""Budgets of layers on blocks: no spills, and integer products on the tensor cores."""
+"""Budgets of layers on blocks: no spills, and products on the tensor cores, of integers or, with
+FP8, of bf16.
+"""
 
 import pytest
 import torch
@@ -11,20 +13,39 @@ DECODE = {80: (r"\bIMMA\b",), 90: (r"\bIMMA\b",)}
 PROMPT = {80: (r"\bIMMA\b",), 90: (r"\bIGMMA\b",)}
 
 
-def budget(type: str, num_rows: int, registers: int) -> Budget:
+def budget(
+    type: str,
+    num_rows: int,
+    registers: int,
+    contains: dict[int, tuple[str, ...]] | None = None,
+    launches: int = 2,
+) -> Budget:
     blocks = torch.zeros(128, row_bytes(512, type), dtype=torch.uint8)
     layer = BlockLinear([blocks], [type], None, torch.bfloat16)
     return Budget(
         f"{type}, {num_rows} rows",
         lambda: layer(bf16(num_rows, 512)),
         registers,
-        launches=2,
+        launches=launches,
         wide_loads=False,
-        contains=DECODE if num_rows <= 16 else PROMPT,
+        contains=contains or (DECODE if num_rows <= 16 else PROMPT),
     )
 
 
 BUDGETS = [budget(type, 4, 160) for type in TYPES] + [budget(type, 300, 224) for type in TYPES]
+FP8 = [
+    budget("FP8_128", 4, 80, {80: (r"\bHMMA\b",), 90: (r"\bHMMA\b",)}, launches=1),
+    budget("FP8_128", 300, 192, {80: (r"\bHMMA\b",), 90: (r"\bHGMMA\b",)}, launches=1),
+    budget("FP8_32", 300, 144, {80: (r"\bHMMA\b",), 90: (r"\bHGMMA\b",)}, launches=1),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("budget", "arch"), combinations(FP8), ids=str)
+def test_fp8_keeps_numbers_that_are_subnormal(budget, arch):
+    """They become fp32's on the way, so no product may flush them."""
+    launches = budget.check(arch)
+    assert not any(launch.count(r"\bFMUL\.FTZ\b") for launch in launches)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pytest
 import torch
 from quire.kernels.moe import ClampedSwiGLU, Experts
 from quire.kernels.triton import moe
+from quire.kernels.triton.blocks import BlockLinear
 from quire.kernels.triton.quantized import QuantizedLinear
 from quire.tests.kernels.case import DenseLayer
 from quire.tests.kernels.triton.budget import Budget, bf16, combinations
@@ -34,6 +35,17 @@ def clamped() -> torch.Tensor:
     )
     ids = torch.zeros(64, 4, dtype=torch.int32)
     return moe.fused_moe(bf16(64, 2880), ids, torch.zeros(64, 4), experts)
+
+
+def in_fp8() -> torch.Tensor:
+    """Of Qwen3-30B-A3B's sizes, with fewer experts."""
+    first, last = (
+        BlockLinear([torch.zeros(n, k // 128 * 132).byte()], ["FP8_128"], None, torch.bfloat16)
+        for n, k in ((1536, 2048), (2048, 768))
+    )
+    experts = Experts([first] * 2, [last] * 2, "silu")
+    ids = torch.zeros(64, 2, dtype=torch.int32)
+    return moe.fused_moe(bf16(64, 2048), ids, torch.zeros(64, 2), experts)
 
 
 def quantized(bits: int) -> Callable[[], torch.Tensor]:
@@ -94,7 +106,7 @@ OTHERS = [
         contains={80: (r"\bIMMA\b",), 90: (r"\bIGMMA\b",)},
     )
     for bits in (8, 4)
-]
+] + [Budget("fused_moe, FP8", in_fp8, launches=4, wide_loads=False)]
 
 
 @pytest.mark.slow

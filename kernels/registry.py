@@ -179,6 +179,18 @@ def register(
     return add
 
 
+def with_forms(**forms: Any) -> Callable[[Callable], Callable]:
+    """Decorator: adds the attributes that the implementation of a packing operation may have
+    (ops.py: pack_linear, pack_gguf_linear).
+    """
+
+    def add(function: Callable) -> Callable:
+        vars(function).update(forms)
+        return function
+
+    return add
+
+
 def unregister(op: str, name: str) -> None:
     """Removes an implementation. Tables that are already selected keep it."""
     _check_name("name", op, name)

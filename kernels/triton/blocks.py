@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..reference.gguf_blocks import FP8_TYPES, block_type, scales_and_leasts, split, unpack_bits
 from ..reference.gguf_linear import GROUP
-from ..registry import register
+from ..registry import register, with_forms
 from .device import PLAIN, PRIORITY, is_cuda
 from .quantized import quantize
 
@@ -553,10 +553,8 @@ def multiply_shape(num_rows: int, num_blocks: int, type: str) -> dict[str, int]:
 
 
 @register("pack_gguf_linear", name="triton", predicate=is_cuda, priority=PRIORITY)
+@with_forms(takes_fp8=True)
 def pack_gguf_linear(
     parts: list[Tensor], types: list[str], bias: Tensor | None, dtype: torch.dtype
 ) -> BlockLinear:
     return BlockLinear(parts, types, bias, dtype)
-
-
-pack_gguf_linear.takes_fp8 = True  # type: ignore[attr-defined]

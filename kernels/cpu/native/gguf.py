@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...registry import register
+from ...registry import register, with_forms
 from .calls import BlockLayout
 from .library import library
-from .linear import NativeLinear, PackedRows, Release, with_forms
+from .linear import NativeLinear, PackedRows, Release
 from .tensors import PRIORITY, as_matrix, is_native
 from .weights import empty_weight
 

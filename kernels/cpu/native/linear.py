@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...registry import register
+from ...registry import register, with_forms
 from .calls import (
     Absent,
     Embedding,
@@ -174,18 +174,6 @@ class PackedLinear(NativeLinear):
     @property
     def parts(self) -> list[PackedRows]:
         return [PackedRows(None, self.out_features, self.in_features, self.weight, None)]
-
-
-def with_forms(**forms: Callable[..., Any]) -> Callable[[Callable], Callable]:
-    """Decorator: adds the attributes that the implementation of a packing operation may have
-    (kernels/ops.py: pack_linear).
-    """
-
-    def add(function: Callable) -> Callable:
-        vars(function).update(forms)
-        return function
-
-    return add
 
 
 @register("pack_linear", name="native", predicate=is_native, priority=PRIORITY)

@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...registry import register
+from ...registry import register, with_forms
 from .calls import Op, Quantize, Step
 from .library import library
-from .linear import PackedLinear, PackedRows, Release, by_panel, with_forms
+from .linear import PackedLinear, PackedRows, Release, by_panel
 from .tensors import DTYPES, PRIORITY, is_native
 from .weights import empty_weight
 

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -97,23 +97,26 @@ class Arrivals:
         """Queues a request once its grammar is checked and other engines have sent what they have.
         One that waits for neither enters at once.
         """
-        pull = self._pull(request) if self._pulls else None
+        pull, block_hashes = self._pull(request) if self._pulls else (None, [])
         check = self._check_grammar(request, client_index)
         if pull is not None:
             check = after_both(check, pull)
         if check is None:
-            return self._enter(request, client_index)
+            return self._enter(request, client_index, block_hashes=block_hashes)
         arrival = self._scheduler.reserve_arrivals(request.num_completions)
-        self.gate.add(request, client_index, arrival, check, pull)
+        self.gate.add(GatedRequest(request, client_index, arrival, check, pull, block_hashes))
         self.admit_checked()
 
-    def _pull(self, request: EngineCoreRequest) -> Future[None] | None:
+    def _pull(self, message: EngineCoreRequest) -> tuple[Future[None] | None, list[bytes]]:
         """Has other engines send what they have computed of the prompt. None: it does not wait for
-        them. Blocks of adapters mean something in one engine alone.
+        them. Blocks of adapters mean something in one engine alone. Returns the hashes of its
+        blocks, too, if they are known.
         """
-        if request.lora_request is not None or isinstance(request.params, PoolingParams):
-            return None
-        return self._scheduler.kv_cache_manager.fetch(Request(request, self._max_model_len))
+        if message.lora_request is not None or isinstance(message.params, PoolingParams):
+            return None, []
+        request = Request(message, self._max_model_len)
+        pull = self._scheduler.kv_cache_manager.fetch(request)
+        return pull, request.block_hashes
 
     def _check_grammar(self, request: EngineCoreRequest, client_index: int) -> Future[None] | None:
         if request.structured_outputs is None:
@@ -130,7 +133,8 @@ class Arrivals:
         """
         for gated in self.gate.take():
             if (error := gated.error) is None:
-                self._enter(gated.request, gated.client_index, gated.arrival, gated.queued_time)
+                of_gate = gated.arrival, gated.queued_time, gated.block_hashes
+                self._enter(gated.request, gated.client_index, *of_gate)
                 self.abort(gated.aborted_ids, gated.client_index)
                 if self._deliver is not None:  # from here on steps compute it; see Resubmission
                     self._rows.of(gated.client_index).add_admitted(gated.request)
@@ -146,6 +150,7 @@ class Arrivals:
         client_index: int,
         arrival: int | None = None,
         queued_time: float | None = None,
+        block_hashes: Sequence[bytes] = (),
     ) -> None:
         """Passes a checked request to the scheduler, unless its adapter cannot be used."""
         adapter = None
@@ -154,7 +159,9 @@ class Arrivals:
                 adapter = self._loras.find(request.lora_request)
             except InvalidParameterError as refusal:
                 return self._refuse(request.request_id, refusal, client_index)
-        self._scheduler.add_request(request, client_index, arrival, queued_time, adapter)
+        self._scheduler.add_request(
+            request, client_index, arrival, queued_time, adapter, block_hashes
+        )
 
     def _refuse(self, request_id: str, error: BaseException, client_index: int) -> None:
         """Answers a request that the scheduler does not get. An error that names no parameter is
@@ -233,7 +240,9 @@ class GatedRequest:
     client_index: int
     arrival: int  # its place in the scheduler's order
     check: Future
-    pull: Future | None = None  # of its blocks; the check waits for it
+    # of its blocks; the check waits for it, and it is cancelled when the request leaves before
+    pull: Future | None = None
+    block_hashes: list[bytes] = field(default_factory=list)  # if they are known
     # the time spent here is part of its time in the queue
     queued_time: float = field(default_factory=lambda: time.monotonic())
     # completions to abort as soon as the scheduler has them
@@ -309,21 +318,12 @@ class GrammarGate:
     def __iter__(self) -> Iterator[GatedRequest]:
         return iter(self.waiting.values())
 
-    def add(
-        self,
-        request: EngineCoreRequest,
-        client_index: int,
-        arrival: int,
-        check: Future,
-        pull: Future | None = None,
-    ) -> None:
-        """pull: what is cancelled when the request leaves before the check, which waits for it."""
-        gated = GatedRequest(request, client_index, arrival, check, pull)
-        self.waiting[request.request_id] = gated
-        if check.done():  # a known grammar: there is no wait to end
+    def add(self, gated: GatedRequest) -> None:
+        self.waiting[gated.request.request_id] = gated
+        if gated.check.done():  # a known grammar: there is no wait to end
             self._ready.append(gated)
         else:
-            check.add_done_callback(lambda _: self._on_checked(gated))
+            gated.check.add_done_callback(lambda _: self._on_checked(gated))
 
     def _on_checked(self, gated: GatedRequest) -> None:
         self._checked.put(gated)

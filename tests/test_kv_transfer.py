@@ -15,13 +15,16 @@ from typing import Any
 
 import pytest
 import zmq
-from quire import InvalidParameterError, LLMEngine, SamplingParams
+from quire import LLM, InvalidParameterError, LLMEngine, LoRARequest, SamplingParams
+from quire.core import request
+from quire.core.request import hash_block
 from quire.executor.offload import peers
 from quire.ipc.kv_transfer import KVShare, KVTransferConfig
 from quire.kernels.cpu.native.library import library
 from quire.tests.client_forms import closing, daemon, make_engine
 from quire.tests.executor.ranks.test_offload import HYBRID, WINDOWED, settings_of, threads
 from quire.tests.fake_engine import wait_until
+from quire.tests.lora_adapters import adapted_weights, random_pairs, write_peft
 from quire.tests.test_kv_offload import SETTINGS, run
 from quire.tests.tiny_models import save_tiny_model
 
@@ -252,6 +255,58 @@ def test_ranks_that_are_processes_pull_and_give_up(tmp_path):
             while receiver.has_unfinished_requests():
                 receiver.step()
         assert run(receiver, PROMPTS) == expected
+
+
+def test_the_blocks_of_a_prompt_are_hashed_once(tmp_path, monkeypatch):
+    hashed = []
+    monkeypatch.setattr(
+        request, "hash_block", lambda *args: hashed.append(args) or hash_block(*args)
+    )
+    with closing(engine_with(receiving(tmp_path))) as receiver:
+        params = SamplingParams(n=2, max_tokens=1)
+        receiver.add_request("r", {"prompt_token_ids": PROMPTS[0]}, params)
+        while receiver.has_unfinished_requests():
+            receiver.step()
+    assert len(hashed) == 150 // 8
+
+
+def test_requests_with_adapters_pull_nothing(tmp_path):
+    """Hashes of adapters' blocks have a meaning in one engine. The same prompt without an adapter
+    gets its blocks, also when one with an adapter was computed before.
+    """
+    model, adapter = save_tiny_model(tmp_path / "model", "llama", vocab_size=1000), tmp_path / "a"
+    write_peft(adapter, random_pairs(adapted_weights(model)))
+    settings = dict(model=str(model), enable_lora=True)
+    lora = LoRARequest("a", 1, str(adapter))
+    with ExitStack() as stack:
+        sender, receiver = (
+            stack.enter_context(closing(engine_with(one, **settings)))
+            for one in (sending(tmp_path), receiving(tmp_path))
+        )
+        expected = run(sender, PROMPTS)
+        stored = metrics(sender, "num_blocks_offloaded")
+        adapted = run(sender, PROMPTS, lora_request=lora)
+        assert expected != adapted and metrics(sender, "num_blocks_offloaded") == stored
+        assert run(receiver, PROMPTS, lora_request=lora) == adapted
+        assert metrics(receiver, "num_blocks_pulled", "num_pulls_failed") == [0, 0]
+        assert run(receiver, PROMPTS) == expected
+        assert metrics(receiver, "num_blocks_pulled", "num_pulls_failed") == [36, 0]
+
+
+def test_requests_that_pool_do_not_wait(tmp_path):
+    """A peer that never answers costs them nothing."""
+    settings = dict(runner="pooling", kv_transfer_config=receiving(tmp_path, timeout_s=60.0))
+    prompts = [{"prompt_token_ids": one} for one in PROMPTS]
+    peer = FaultyPeer(tmp_path, None, leaves=False)
+    try:
+        vectors = []
+        for own in (settings, {"runner": "pooling"}):
+            with LLM(engine="inproc", **SHARING | own) as llm:
+                vectors.append([one.outputs.embedding for one in llm.embed(prompts)])
+                assert llm.get_metrics()["num_pulls_failed"] == 0
+        assert vectors[0] == vectors[1] and not peer.num_reads
+    finally:
+        peer.close(tmp_path)
 
 
 def test_addresses_of_engines_and_ranks():

@@ -13,7 +13,7 @@ import heapq
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -151,25 +151,25 @@ class SchedulerState:
         arrival: int | None = None,
         queued_time: float | None = None,
         adapter: Adapter | None = None,
+        hashes: Sequence[bytes] = (),
     ) -> None:
         """Adds a validated request whose id is not in use; n > 1 makes n of it.
 
         Arrival is the order of these calls, or a reserved place: clients' clocks are not trusted.
-        `queued_time`: when the engine received it, if not now. `adapter`: of its lora_request.
+        `queued_time`: if not now. `adapter`: of its lora_request. `hashes`: of blocks, if known.
         """
-        if arrival is None:
-            arrival = self.reserve_arrivals(message.num_completions)
-        queued_time = time.monotonic() if queued_time is None else queued_time
+        arrival = self.reserve_arrivals(message.num_completions) if arrival is None else arrival
         if message.num_completions > 1:
-            return self._add_family(message, client_index, arrival, queued_time, adapter)
+            return self._add_family(message, client_index, arrival, queued_time, adapter, hashes)
         request = Request(
             message,
             max_model_len=self.limits.max_model_len,
             client_index=client_index,
             key=(message.priority if self.limits.uses_priority else 0, arrival),
-            queued_time=queued_time,
+            queued_time=time.monotonic() if queued_time is None else queued_time,
             owner=self.waiting.enter(client_index, message.owner, message.owner_weight),
             adapter=adapter,
+            block_hashes=[*hashes],
         )
         self.requests[request.request_id] = request
         if message.deadline:
@@ -186,13 +186,15 @@ class SchedulerState:
         message: EngineCoreRequest,
         client_index: int,
         arrival: int,
-        queued_time: float,
+        queued_time: float | None,
         adapter: Adapter | None,
+        hashes: Sequence[bytes],
     ) -> None:
         """The requests of a message with n > 1 are held back together, or not."""
         children = split(message)
+        queued_time = time.monotonic() if queued_time is None else queued_time
         for place, child in enumerate(children, start=arrival):
-            self.add_request(child, client_index, place, queued_time, adapter)
+            self.add_request(child, client_index, place, queued_time, adapter, hashes)
         members = [self.requests[child.request_id] for child in children]
         family = self.families[message.request_id] = Family(message.request_id, members)
         for member in members:

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 import msgspec
 import pytest
-from quire.core.arrivals import GrammarGate, after_both
+from quire.core.arrivals import GatedRequest, GrammarGate, after_both
 from quire.core.engine_core import EngineCore
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.frontend.clients.mp_client import MPClient
@@ -250,7 +250,7 @@ def test_a_sleeping_core_is_woken_by_the_end_of_a_check():
     woken = threading.Event()
     gate = GrammarGate(woken.set)
     check: Future = Future()
-    gate.add(request("a"), 0, 0, check)
+    gate.add(GatedRequest(request("a"), 0, 0, check))
     assert not woken.is_set() and not gate.has_checked() and gate.take() == []
     threading.Thread(target=check.set_result, args=[None]).start()
     gate.wait()
@@ -264,7 +264,8 @@ def test_blocks_are_not_brought_for_a_request_that_leaves(end, has_check):
     gate, pull, check = GrammarGate(lambda: None), Future(), Future()
     ready = after_both(check if has_check else None, pull)
     deadline = time.monotonic() - 1 if end == "deadline" else 0.0
-    gate.add(msgspec.structs.replace(request("a"), deadline=deadline), 0, 0, ready, pull)
+    late = msgspec.structs.replace(request("a"), deadline=deadline)
+    gate.add(GatedRequest(late, 0, 0, ready, pull))
     if end == "deadline":
         [late] = gate.take()
         assert late.error is None
@@ -280,7 +281,7 @@ def test_blocks_are_not_brought_for_a_request_that_leaves(end, has_check):
 
 def test_integrity_check_detects_a_lost_request():
     gate, check = GrammarGate(lambda: None), Future()
-    gate.add(request("a"), 0, 0, check)
+    gate.add(GatedRequest(request("a"), 0, 0, check))
     gate.check_integrity([])
     with pytest.raises(AssertionError, match="scheduled: .'a'"):
         gate.check_integrity(["a"])

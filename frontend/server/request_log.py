@@ -32,7 +32,6 @@ class RequestLog:
     """The last `capacity` finished requests by id; the oldest is evicted first."""
 
     def __init__(self, capacity: int = MAX_REQUESTS):
-        self.num_added = 0  # since the start, evicted ones included
         self._capacity = capacity
         self._requests: dict[str, FinishedRequest] = {}  # the latest last
 
@@ -46,7 +45,6 @@ class RequestLog:
         """
         if metrics.token_ts:  # at most 4096 tokens, 32 KiB: a quarter of the log's memory
             metrics = replace(metrics, token_ts=array("d", metrics.token_ts))
-        self.num_added += 1
         self._requests.pop(request_id, None)
         self._requests[request_id] = FinishedRequest(request_id, metrics, summary)
         if len(self._requests) > self._capacity:

@@ -5,7 +5,6 @@ Must not know: what is displayed, or by which client.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from starlette.requests import Request
@@ -92,21 +91,24 @@ class EngineView:
 
 
 def about(state: ServerState, engine: AsyncLLM) -> dict[str, Any]:
-    """Returns what this server knows of the engine, besides what the engine observes."""
+    """Returns what this server knows of the engine, besides what the engine observes. Counts are
+    those of all its processes.
+    """
     config, defaults = engine.config, engine.get_default_sampling_params()
+    totals = state.totals()
     return {
         "model": state.model_name,
         "max_model_len": config.model_config.max_model_len,
         "block_size": config.cache_config.block_size,
-        "uptime_s": time.monotonic() - state.began,
+        "uptime_s": state.now() - totals.started,
         # These requests are queued in this server. The engine's own queue is part of what it
         # observes.
-        "num_queued": state.ready_admission().num_waiting,
-        "num_finished": state.request_log.num_added,  # by this server since its start
+        "num_queued": totals.gauges["num_queued"],
+        "num_finished": sum(totals.meters.requests_by_reason.values()),  # since its start
         # `restarts` counts the engines that took the place of dead ones, by cause. `last_gap_s` has
         # the seconds from the last death to the next output. `standby_is_ready` is null without
         # --standby.
-        "restarts": engine.client.restarts.by_cause,
+        "restarts": dict(totals.restarts),
         "last_gap_s": engine.client.restarts.last_gap_s,
         "standby_is_ready": engine.client.standby_is_ready,
         "has_chat_template": bool(state.template_text),

@@ -44,6 +44,8 @@ def test_texts_counters_and_the_end(server: httpx.Client) -> None:
             sampled = list(pool.map(lambda _: ask(client, temperature=1, max_tokens=30), range(16)))
         assert len({answer.json()["choices"][0]["text"] for answer in sampled}) == 16
         wait_until(lambda: counts(client) == {"32.0"})
+        state = client.base_url.join("/v1/engine/state")
+        wait_until(lambda: {httpx.get(state).json()["num_finished"] for _ in range(4)} == {32})
         answer = client.get("/v1/requests")
         assert answer.status_code == 400 and "one process" in answer.json()["error"]["message"]
         children = psutil.Process(client.process.pid).children(recursive=True)

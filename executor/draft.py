@@ -201,7 +201,7 @@ class Draft:
 
     def _record(self) -> None:
         """Records the programs or graphs, which hold the addresses of weights and cache."""
-        if self._heads() and not self._group.can_record:
+        if self._device.type == "cpu" and self._heads() and not self._group.can_record:
             return  # heads compute with the model's embedding and head, operation by operation
         # one for all heads of a chain, since the next runs when what one gave has been used
         capture = None if self._capture is None else self._capture()

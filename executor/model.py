@@ -173,6 +173,12 @@ class Model(Protocol):
         """Whether another stage, or another engine, has this tensor of the checkpoint."""
         return False
 
+    def pass_state(self) -> list[torch.Tensor]:
+        """What a pass reads and changes or adds to, beside the caches: a second pass of the same
+        tokens finds something else there.
+        """
+        return [self.state] if self.taps is None else [self.state, self.taps.state]
+
     def routed_tokens(self) -> dict[int, RoutedTokens]:
         """The counts by layer, for layers with experts. A model in transformers' code has none."""
         return {}

@@ -463,18 +463,19 @@ class Worker:
         if stages.count > 1:
             most = resolved(config.scheduler_config.max_num_batched_tokens)
             self.model.reserve_stream(most)
-        is_divided = not self.group.can_record or self.expert_group.size > 1
-        if is_divided or (stages.count > 1 and self.device.type != "cpu"):
+        is_on_cpu = self.device.type == "cpu"
+        if self.expert_group.size > 1 or (is_on_cpu and not self.group.can_record):
             logger.info("the model runs operation by operation: others have parts of its layers")
             return None
         num_groups = len(self.kv_cache_windows)
-        if self.device.type == "cpu":
+        if is_on_cpu:
             all_agree = self.group.all_agree
             return record_step(self.model, self.ops, self._limits, num_groups, all_agree)
         if self.model.UNRECORDABLE:  # it may wait for the device, which a capture does not allow
             logger.info("the model runs without CUDA graphs: %s", self.model.UNRECORDABLE)
-        is_decoded = self.model.has_head and not self.model.UNRECORDABLE
-        if config.device_config.enforce_eager or not is_decoded:
+        # a stage before the last one has no head, and hands on what its layers return
+        is_decoded = self.model.has_head or not stages.is_last
+        if config.device_config.enforce_eager or self.model.UNRECORDABLE or not is_decoded:
             return None
         return self._make_graphs(CudaCapture())
 

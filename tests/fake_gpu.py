@@ -4,8 +4,9 @@ and refuse what a real GPU's tensors refuse.
 A computation of tensors of both devices raises an error, as does `numpy()`; copies are explicit.
 Kernels are those of the CPU, so tokens have the CPU's bits. Graphs are repeated calls
 (tests/executor/on_device.py), a stream is done at once. Its memory is counted (FakeGpu), and its
-clock, which events read, ticks with each operation of the table. What is not shown: the kernels of
-a GPU, the order of streams, speed.
+clock, which events read, ticks with each operation of the table. Ranks that are threads have one
+each, connected by gloo in NCCL's place. What is not shown: the kernels of a GPU, NCCL, the order of
+streams, speed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import numpy as np
 import pytest
 import torch
 from quire.executor import worker
+from quire.executor.groups.process_group import make_process_group
+from quire.executor.ranks import torch_links
 from quire.executor.tracing.instruments import tensors_of
 from quire.kernels import registry
 from quire.kernels.metadata import AttentionMetadata
@@ -332,6 +335,29 @@ class _Event:
         return end._ms - self._ms
 
 
+class _FakeNccl:
+    """A process group of tensors of GPUs."""
+
+    def __init__(self, *args: Any, device: torch.device, **settings: Any):
+        assert device == GPU
+        self._gloo = make_process_group(*args, **settings)
+
+    def allgather(self, parts: list[list[OnGpu]], mine: list[OnGpu]) -> Any:
+        [of_ranks], [own] = parts, mine
+        return self._gloo.allgather([[one.held for one in of_ranks]], [own.held.clone()])
+
+    def send(self, tensors: list[OnGpu], to: int, tag: int) -> Any:
+        return self._gloo.send([one.held for one in tensors], to, tag)
+
+    def recv(self, tensors: list[OnGpu], of: int, tag: int) -> Any:
+        return self._gloo.recv([one.held for one in tensors], of, tag)
+
+
+def enter_thread() -> None:
+    """Gives another thread the GPU, while `fake_gpu` is entered and as long as it lives."""
+    _Mode().__enter__()
+
+
 FREE_BYTES, TOTAL_BYTES = 2**30, 2**31  # of a GPU that other processes use
 
 OF_CUDA: dict[str, Any] = {
@@ -389,6 +415,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         # a wrapper made within it cannot be a view of one made outside
         patch.setattr(torch.inference_mode, "__enter__", lambda self: None)
         patch.setattr(torch.inference_mode, "__exit__", lambda self, *error: None)
+        patch.setattr(torch_links, "make_process_group", _FakeNccl)
         patch.setattr(worker, "CudaCapture", _gpu.capture)
         patch.setattr(torch.Tensor, "_make_subclass", staticmethod(_make_subclass))
         patch.setattr(torch.Tensor, "as_subclass", _as_subclass)

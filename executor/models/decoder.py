@@ -402,6 +402,11 @@ class Decoder(Model):
             shape = num_tokens, self.stream_size
             self.state = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
+    def pass_state(self) -> list[torch.Tensor]:
+        """See Model."""
+        inputs = [] if self.layer_inputs is None else [self.layer_inputs.state]
+        return super().pass_state() + inputs
+
     def receive_stream(self, num_tokens: int) -> None:
         """Waits for the residual stream [num_tokens, stream_size] of the stage before, the inputs
         of later layers, and what its taps have added up.

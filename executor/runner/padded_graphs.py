@@ -251,9 +251,8 @@ def make_graphs(
     """The graphs of all steps of a model whose layers have their caches, with the largest ones
     captured. See PaddedStep.
     """
-    # a capture also runs what adds to these
-    tensors = [model.state] if model.taps is None else [model.state, model.taps.state]
-    sizes = max_model_len, block_size, device, keeping(capture, tensors), num_groups
+    kept = keeping(capture, model.pass_state())  # a capture also runs the pass
+    sizes = max_model_len, block_size, device, kept, num_groups
     has_states, has_images = bool(model.state_layers()), model.images is not None
     has = model.adapter_rows is not None, has_states, has_images
     padded = PaddedStep(model, ops, max_num_batched_tokens, max_num_logits, *sizes, *has)

@@ -1,4 +1,6 @@
-"""Ranks as threads of this process: each runs what a rank's process runs."""
+"""Ranks as threads of this process: each runs what a rank's process runs. On a fake GPU, tensors go
+through torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,11 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from quire.executor.ranks.local_ranks import fds_of, make_ends
 from quire.executor.ranks.measuring import open_swap_space, share_pass_times
 from quire.executor.ranks.messages import Kept, MoveBlocks, Sampled, Step
@@ -17,6 +21,7 @@ from quire.executor.ranks.offload import RanksOffload
 from quire.executor.ranks.rank import move_blocks, open_offload, run_step
 from quire.executor.ranks.rounds import PendingRanks, Rounds, Then
 from quire.executor.ranks.shared_links import shared_group
+from quire.executor.ranks.torch_links import local_group
 from quire.executor.worker import Worker
 from quire.ipc.block_offload import Beginning
 from quire.ipc.config import EngineConfig
@@ -24,6 +29,7 @@ from quire.ipc.lora import LoRARequest
 from quire.ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from quire.ipc.trace import RanksTrace
 from quire.tests.executor.driver import make_config
+from quire.tests.fake_gpu import enter_thread
 
 
 class RankThreads:
@@ -43,17 +49,26 @@ class RankThreads:
         """`config` is resolved."""
         self.config = config
         self.max_num_seqs = self.config.scheduler_config.max_num_seqs
-        all_ends = make_ends(self.config)
-        self._fds = {fd for ends in all_ends for fd in fds_of(ends)}
+        is_on_cpu = config.device_config.device == "cpu"
+        all_ends = make_ends(self.config, has_store=not is_on_cpu)
+        # torch opens a store once more, some time later: it stays open
+        self._fds = {fd for ends in all_ends for fd in fds_of(ends) if fd != ends.store}
         self._size = config.device_config.tensor_parallel_size
-        self._threads = [ThreadPoolExecutor(1) for _ in all_ends]
+        enter = None if is_on_cpu else enter_thread
+        self._threads = [ThreadPoolExecutor(1, initializer=enter) for _ in all_ends]
         self._sampled: list[Sampled] = []
         self._running: deque[PendingRanks] = deque()
         self._rounds: Rounds | None = None
         if len(all_ends) > self._size and config.scheduler_config.speculative_config is None:
             self._rounds = Rounds(self._submit, self._finish_oldest)
         self.offload: RanksOffload | None = None
-        self.ranks = [Worker(self.config, shared_group(ends)) for ends in all_ends]
+        if is_on_cpu:
+            groups = [shared_group(ends) for ends in all_ends]
+        else:  # which wait for each other
+            join = partial(local_group, timeout_s=60.0, device=torch.device("cuda", 0))
+            joins = [one.submit(join, ends) for one, ends in zip(self._threads, all_ends)]
+            groups = [one.result() for one in joins]
+        self.ranks = [Worker(self.config, group) for group in groups]
         for rank in self.ranks:  # in turn: random weights come from the process's generator
             rank.load_model(lambda stage, fraction: None)
         num_blocks = self.determine_num_blocks()
@@ -79,7 +94,7 @@ class RankThreads:
         return [thread.submit(call, rank) for thread, rank in pairs]
 
     def determine_num_blocks(self) -> int:
-        return min(rank.determine_num_blocks() for rank in self.ranks)
+        return min(self.call("determine_num_blocks"))
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
         num_bytes = sum(self.on_each(lambda rank: rank.initialize_kv_cache(num_blocks)))

@@ -62,6 +62,23 @@ def test_the_tokens_are_those_of_one_gpu(model, size: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
+def test_graphs_with_collectives(model, size: dict[str, Any]) -> None:
+    """The tokens of ranks that run operation by operation, also from graphs that are captured again
+    after sleep and for other weights. All ranks capture the same sizes, as steps ask for them.
+    """
+    with LLM(str(model), **ARGUMENTS, **size, enforce_eager=True) as eager:
+        wanted = run(eager)
+    with LLM(str(model), **ARGUMENTS, **size) as graphed:
+        assert run(graphed) == wanted
+        for level in (1, 2):
+            graphed.sleep(level)
+            graphed.wake_up()
+            assert run(graphed) == wanted
+        graphed.load_weights(str(model))
+        assert run(graphed) == wanted
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
 def test_memory_stays_within_the_limit(model, size: dict[str, Any]) -> None:
     """With what NCCL takes on each GPU."""
     used = [total - free for free, total in map(torch.cuda.mem_get_info, (0, 1))]

@@ -169,8 +169,9 @@ def test_batching_and_scheduling_do_not_change_a_bit(jobs, expected, settings):
         assert_same_bits(jobs, run(engine, crowded(jobs, settings)), expected)
         assert_drafts(engine, settings)
         if settings.items() >= FEW.items():
-            # otherwise the test would prove nothing
-            assert engine.client.call_utility("get_metrics")["num_preemptions"] >= 4
+            # Otherwise the test would prove nothing. The tokens, and so the number, depend on
+            # whether the processor multiplies bfloat16.
+            assert engine.client.call_utility("get_metrics")["num_preemptions"] >= 2
 
 
 @pytest.mark.parametrize(

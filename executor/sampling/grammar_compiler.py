@@ -30,6 +30,8 @@ from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_schemas import closed_schema
 from ...ipc.models.gguf import is_gguf
 from ...ipc.params import StructuredOutputsParams
+from .schema_rewriting import SAID, UnsayableError, rewritten
+from .schema_values import escape
 
 MAX_GRAMMAR_BYTES = 512 * 1024  # of a schema, a regex, a grammar, or all choices together, in UTF-8
 MAX_GRAMMAR_SOURCE_BYTES = 128 * 1024  # of a grammar, which Python parses line by line
@@ -113,6 +115,23 @@ def to_llguidance(params: StructuredOutputsParams) -> str:
         raise refusal(f"cannot be read: {shorten(str(error))}") from None
 
 
+def _rewritten(params: StructuredOutputsParams, error: str) -> StructuredOutputsParams:
+    """`params` with their schema in llguidance's keywords. error: llguidance's, without that.
+
+    Raises InvalidParameterError for what no grammar can say.
+    """
+    schema = json.loads(params.json or "")
+    if params.disable_additional_properties:
+        schema = closed_schema(schema)
+    try:
+        text = json.dumps(rewritten(schema), ensure_ascii=False)
+    except UnsayableError as unsayable:
+        raise refusal(f"cannot be compiled: {shorten(str(unsayable))}") from None
+    except (AttributeError, KeyError, TypeError, ValueError):  # malformed, as llguidance says
+        raise refusal(f"cannot be compiled: {shorten(error)}") from None
+    return msgspec.structs.replace(params, json=text, disable_additional_properties=False)
+
+
 def own_options(schema: str) -> dict[str, Any]:
     """What a schema says to llguidance itself."""
     if "x-guidance" not in schema:  # so that large schemas are not read twice
@@ -173,13 +192,6 @@ def _texts_of(merge: str | list[str]) -> tuple[str, str, str]:
     """Both parts of a merge of BPE, and their union."""
     first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
     return first, second, first + second
-
-
-def escape(text: str) -> str:
-    """A regex that matches exactly this text."""
-    return "".join(
-        c if c == " " or (c.isascii() and c.isalnum()) else f"\\x{{{ord(c):x}}}" for c in text
-    )
 
 
 def shorten(error: str) -> str:
@@ -262,16 +274,22 @@ class GrammarCompiler:
         deep stack (see grammar.py). Compile only what grammar_check.py has accepted: time and
         memory are not limited here. Raises InvalidParameterError.
         """
+        matcher = self._matcher(params)
+        if matcher.is_error() and any(f'"{key}"' in (params.json or "") for key in SAID):
+            matcher = self._matcher(_rewritten(params, matcher.get_error()))
+        if matcher.is_error():
+            raise refusal(f"cannot be compiled: {shorten(matcher.get_error())}")
+        return matcher
+
+    def _matcher(self, params: StructuredOutputsParams) -> LLMatcher:
+        """Raises InvalidParameterError for what cannot be read; other errors are the matcher's."""
         tokenizer, grammar = self.tokenizer, to_llguidance(params)
         if params.grammar is not None:
             try:
                 grammar = with_token_ids(grammar, self._added_tokens)
             except (ValueError, RecursionError) as error:
                 raise refusal(f"cannot be read: {shorten(str(error))}") from None
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=self.limits)
-        if matcher.is_error():
-            raise refusal(f"cannot be compiled: {shorten(matcher.get_error())}")
-        return matcher
+        return LLMatcher(tokenizer, grammar, log_level=0, limits=self.limits)
 
     def try_out(self, matcher: LLMatcher) -> None:
         """Takes a few tokens with a fresh matcher, in a reproducible random walk.

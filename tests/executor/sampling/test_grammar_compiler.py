@@ -97,7 +97,7 @@ def test_what_each_kind_accepts(compiler, params, good, bad):
 def test_a_choice_is_exactly_its_texts(compiler, text, other):
     assert accepts(compiler, text, choice=[text, "zzz"])
     assert accepts(compiler, other, choice=[text]) == (other == text)
-    assert re.fullmatch("[A-Za-z0-9 ]|(\\\\x\\{[0-9a-f]+\\})", escape(text[0]))
+    assert re.fullmatch("[A-Za-z0-9 ]|(\\\\U[0-9a-f]{8})", escape(text[0]))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,612 @@
+"""Says JSON schemas in the keywords that llguidance implements.
+
+Must not know: llguidance's API, tokens, requests.
+
+    dependencies, dependentRequired,     without the property, or with what it needs
+    dependentSchemas
+    if, then, else                       `if` and `then`, or `else` and not `if`
+    oneOf                                each branch, and none of the others
+    not                                  the opposite of one of its keywords
+    contains                             one of the first items
+    uniqueItems                          lists of the few values that an item can have
+    propertyNames                        patternProperties, or properties
+    minProperties, maxProperties         which of the listed properties there are
+    format                               a pattern; one that no standard defines says nothing
+
+An instance of the rewritten schema is always one of the original. The reverse need not hold: a
+grammar cannot say all that is no email address, or that some item of a long list has a property.
+What is left is then narrower, and where nothing is left, the schema is refused. The rules are those
+of draft 2020-12, with `dependencies`, lists of `items` and the booleans of `exclusiveMinimum` and
+`exclusiveMaximum` as in older drafts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from .schema_combinations import (
+    Schema,
+    all_of,
+    any_of,
+    as_list,
+    has_item,
+    of_other_types,
+    only_for,
+    with_names,
+    with_others,
+    with_property,
+    without,
+)
+from .schema_values import (
+    ANNOTATIONS,
+    FORMAT_PATTERNS,
+    OWN_FORMATS,
+    finite_values,
+    is_instance,
+    key_of,
+    none_of,
+    types_of,
+)
+
+MAX_SCHEMAS = 20_000  # that one rewritten schema is made of
+MAX_LISTS = 400  # lists of unique items, or sets of properties, that are told one by one
+MAX_WAYS = 64  # in which a branch of oneOf excludes the others
+MAX_POSITION = 4  # of the item that a list must have among others
+
+COPIED = frozenset(
+    ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    + ("multipleOf", "minLength", "maxLength", "pattern", "minItems", "maxItems", "required")
+)
+BY_NAME = frozenset(("properties", "patternProperties"))
+IGNORE = '; {"x-guidance": {"lenient": true}} in the schema ignores what a grammar cannot say'
+UNSAYABLE = frozenset(
+    ("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$dynamicAnchor", "$recursiveRef")
+)
+
+
+class UnsayableError(ValueError):
+    """A grammar cannot say this part of a schema, or the part is malformed."""
+
+
+def rewritten(schema: Schema) -> Schema:
+    """Returns a schema without keywords that llguidance does not implement. The argument is not
+    changed.
+
+    Raises UnsayableError with a text that names the keyword, and ValueError, TypeError,
+    AttributeError or KeyError for a schema whose keywords have values of wrong types.
+    """
+    try:
+        return _Rewriting(schema).whole()
+    except RecursionError:
+        raise UnsayableError("the schema nests too deeply") from None
+
+
+class _Rewriting:
+    def __init__(self, root: Schema):
+        self._root = root
+        self._names: dict[str, str] = {}  # of references, in $defs
+        self._defs: dict[str, Schema] = {}
+        self._open: set[tuple[str, bool]] = set()  # what is being said in the place of a $ref
+        self._count = 0
+
+    def whole(self) -> Schema:
+        made = self.said(self._root)
+        if made is False:
+            raise UnsayableError("no value follows the schema")
+        if not isinstance(made, dict) or not isinstance(self._root, dict):
+            return {}
+        kept = {key: self._root[key] for key in ("$schema", "x-guidance") if key in self._root}
+        defs = {name: made for name, made in self._defs.items() if made is not False}
+        return {**kept, **made, "$defs": defs}
+
+    def _check(self, schema: Schema) -> None:
+        if not isinstance(schema, (dict, bool)):
+            raise UnsayableError(f"a schema must be an object or a boolean, not {schema!r:.80}")
+        if isinstance(schema, dict) and schema is not self._root and "$id" in schema:
+            raise UnsayableError("a part of the schema has an $id")
+        self._count += 1
+        if self._count > MAX_SCHEMAS:
+            raise UnsayableError("too many of its parts exclude each other (oneOf, not, if)")
+
+    # ------------------------------------------------------------ what holds
+
+    def said(self, schema: Schema) -> Schema:
+        """A schema whose instances are instances of `schema`."""
+        self._check(schema)
+        if isinstance(schema, bool):
+            return schema
+        plain: dict[str, Any] = {}
+        beside: list[Schema] = []
+        for key, value in schema.items():
+            if key in COPIED:
+                plain[key] = value
+            elif key == "$ref" and schema.keys() - ANNOTATIONS == {key}:
+                return self._reference(value)
+            elif key == "$ref":
+                beside.append(self._in_place(value, is_opposite=False))
+            elif key in BY_NAME:
+                plain[key] = {name: self.said(one) for name, one in value.items()}
+            elif key == "allOf":
+                beside += [self._combined(one) for one in value]
+            elif key == "anyOf":
+                beside.append(any_of([self._combined(one) for one in value]))
+            elif key == "prefixItems" or (key == "items" and isinstance(value, list)):
+                plain[key] = [self.said(one) for one in value]
+            elif key in ("items", "additionalItems", "additionalProperties"):
+                plain[key] = self.said(value)
+            elif key in SAID:
+                beside.append(SAID[key](self, schema, value))
+            elif key in UNSAYABLE:
+                raise UnsayableError(f"a grammar cannot say {key}")
+        return all_of([plain, *beside])
+
+    def _combined(self, schema: Schema) -> Schema:
+        """`said`, to be combined with other schemas: no reference at the top."""
+        if isinstance(schema, dict) and schema.keys() - ANNOTATIONS == {"$ref"}:
+            return self._in_place(schema["$ref"], is_opposite=False)
+        return self.said(schema)
+
+    def _format(self, schema: dict[str, Any], name: Any) -> Schema:
+        if name in OWN_FORMATS:
+            return {"format": name}
+        return {"pattern": FORMAT_PATTERNS[name]} if name in FORMAT_PATTERNS else True
+
+    def _dependent(self, schema: dict[str, Any], value: dict[str, Any]) -> Schema:
+        return all_of(
+            only_for("object", any_of([without([name]), all_of([{"required": [name]}, needed])]))
+            for name, needed in self._needed(value, self._combined)
+        )
+
+    def _needed(
+        self, value: dict[str, Any], of_schema: Callable[[Schema], Schema]
+    ) -> Iterator[tuple[str, Schema]]:
+        """Each name with what an object that has it must be."""
+        for name, one in value.items():
+            is_schema = isinstance(one, (dict, bool))
+            yield name, of_schema(one) if is_schema else {"required": as_list(one)}
+
+    def _if(self, schema: dict[str, Any], value: Schema) -> Schema:
+        then, otherwise = schema.get("then", True), schema.get("else", True)
+        if then is True and otherwise is True:
+            return True
+        return self._any_sayable(
+            [
+                lambda: all_of([self._combined(value), self._combined(then)]),
+                lambda: all_of([self.opposite(value), self._combined(otherwise)]),
+            ]
+        )
+
+    def _not(self, schema: dict[str, Any], value: Schema) -> Schema:
+        return self.opposite(value)
+
+    def _one_of(self, schema: dict[str, Any], branches: list[Schema]) -> Schema:
+        made = []
+        for index, branch in enumerate(branches):
+            others = branches[:index] + branches[index + 1 :]
+            others = [one for one in others if not self._are_disjoint(branch, one)]
+            values = finite_values(self._resolved(branch))
+            if values is None or (left := self._in_none(values, others)) is None:
+                made.append(self._without(self._combined(branch), others))
+            else:
+                made.append({"enum": left} if left else False)
+        return any_of(made)
+
+    def _without(self, schema: Schema, others: list[Schema]) -> Schema:
+        """`schema` and the opposites of all others, in at most MAX_WAYS ways."""
+        most = int(MAX_WAYS ** (1 / max(1, len(others))))
+        opposites = []
+        for other in others:
+            ways = self.opposite(other)
+            if isinstance(ways, dict) and ways.keys() == {"anyOf"}:
+                possible = [one for one in ways["anyOf"] if all_of([schema, one]) is not False]
+                ways = any_of(sorted(possible, key=_size)[: max(1, most)])
+            opposites.append(ways)
+        return all_of([schema, *opposites])
+
+    def _in_none(self, values: list[Any], schemas: list[Schema]) -> list[Any] | None:
+        """The values that follow none of the schemas, or None where that is not known."""
+        found = [[is_instance(value, self._resolved(one)) for one in schemas] for value in values]
+        if any(answer is None for answers in found for answer in answers):
+            return None
+        return [value for value, answers in zip(values, found) if not any(answers)]
+
+    def _contains(self, schema: dict[str, Any], value: Schema) -> Schema:
+        least = schema.get("minContains", 1)
+        if "maxContains" in schema or least > 1:
+            raise UnsayableError("a grammar cannot say how many items `contains` must find")
+        if least == 0:
+            return True
+        item = self.said(value)
+        return any_of([of_other_types("array"), *(has_item(item, i) for i in range(MAX_POSITION))])
+
+    def _unique_items(self, schema: dict[str, Any], value: bool) -> Schema:
+        most, least = schema.get("maxItems"), schema.get("minItems", 0)
+        if value is False or (most is not None and most <= 1):
+            return True
+        values = finite_values(self._resolved(schema.get("items")))
+        if values is None:
+            raise UnsayableError(f"a grammar cannot say uniqueItems of any items{IGNORE}")
+        values = list({key_of(one): one for one in values}.values())
+        lengths = range(least, min(len(values), most or len(values)) + 1)
+        for choose in (itertools.permutations, itertools.combinations):
+            lists = (list(one) for length in lengths for one in choose(values, length))
+            found = list(itertools.islice(lists, MAX_LISTS + 1))
+            if len(found) <= MAX_LISTS:
+                return only_for("array", {"enum": found} if found else False)
+        raise UnsayableError(f"a grammar cannot say uniqueItems of {len(values)} values{IGNORE}")
+
+    def _property_names(self, schema: dict[str, Any], value: Schema) -> Schema:
+        names = self._resolved(value)
+        if names is True:
+            return True
+        keys = names.keys() - ANNOTATIONS - {"type"} if names else set()
+        if names and "string" not in as_list(names.get("type", "string")):
+            names = False
+        if not names or (values := finite_values(names)) is not None:
+            allowed = values if names else []
+            listed = {one: True for one in allowed if isinstance(one, str)}
+            return only_for("object", {"properties": listed, "additionalProperties": False})
+        pattern = names.get("pattern")
+        if not keys:
+            return True
+        if keys == {"format"}:
+            if names["format"] not in OWN_FORMATS | FORMAT_PATTERNS.keys():
+                return True
+            pattern = FORMAT_PATTERNS.get(names["format"])
+        elif keys and keys <= {"minLength", "maxLength"}:
+            pattern = f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+        elif keys != {"pattern"}:
+            pattern = None
+        if pattern is None:
+            raise UnsayableError(f"a grammar cannot say propertyNames of {sorted(keys)}")
+        named = {"patternProperties": {pattern: True}, "additionalProperties": False}
+        return only_for("object", named)
+
+    def _number_of_properties(self, schema: dict[str, Any], value: int) -> Schema:
+        """minProperties and maxProperties together."""
+        least, most = schema.get("minProperties", 0), schema.get("maxProperties")
+        listed = [name for name, one in schema.get("properties", {}).items() if one is not False]
+        required = set(schema.get("required", ()))
+        if required.issuperset(listed):
+            bounds = {"minProperties": least, "maxProperties": most}
+            return {key: bound for key, bound in bounds.items() if bound is not None}
+        sizes = [least] if most is None else range(least, most + 1)
+        sets = (set(names) for size in sizes for names in itertools.combinations(listed, size))
+        sets = (names for names in sets if most is None or names >= required)
+        found = list(itertools.islice(sets, MAX_LISTS + 1))
+        if not 0 < len(found) <= MAX_LISTS:
+            raise UnsayableError("a grammar cannot say minProperties or maxProperties here")
+        return only_for("object", any_of(self._exactly(names, listed, most) for names in found))
+
+    @staticmethod
+    def _exactly(names: set[str], listed: list[str], most: int | None) -> Schema:
+        """Objects with these of the listed properties; where there is a maximum, with no other."""
+        ordered = [name for name in listed if name in names]
+        if most is None:
+            return {"required": ordered} if ordered else True
+        allowed = {"properties": dict.fromkeys(ordered, True), "additionalProperties": False}
+        return {"required": ordered, **allowed}
+
+    # ------------------------------------------------------------ what does not hold
+
+    def opposite(self, schema: Schema) -> Schema:
+        """A schema whose instances are no instances of `schema`."""
+        self._check(schema)
+        if isinstance(schema, bool):
+            return not schema
+        return self._any_sayable(
+            lambda key=key, value=value: self._opposite_of(schema, key, value)
+            for key, value in schema.items()
+        )
+
+    def _opposite_within(self, schema: Schema) -> Schema:
+        """The opposite of what a property or an item must be. One that contains itself would be
+        combined with itself.
+        """
+        if any(self._contains_itself(reference) for reference in _references(schema)):
+            raise UnsayableError("a grammar cannot say the opposite of what contains itself")
+        return self.opposite(schema)
+
+    def _contains_itself(self, reference: str) -> bool:
+        found, new = set(), {reference}
+        while new:
+            found |= new
+            new = {one for name in new for one in _references(self._target(name))}
+            if reference in new:
+                return True
+            new -= found
+        return False
+
+    def _opposite_of(self, schema: dict[str, Any], key: str, value: Any) -> Schema:
+        if key == "$ref":
+            return self._in_place(value, is_opposite=True)
+        if key in OPPOSITE:
+            return OPPOSITE[key](self, schema, value)
+        if key in COPIED | UNSAYABLE | SAID.keys() | {"additionalItems"}:
+            raise UnsayableError(f"a grammar cannot say the opposite of {key}")
+        return False  # it says nothing
+
+    def _not_type(self, schema: dict[str, Any], value: Any) -> Schema:
+        return of_other_types(value)
+
+    def _not_values(self, schema: dict[str, Any], values: list[Any]) -> Schema:
+        return none_of(values)
+
+    def _not_value(self, schema: dict[str, Any], value: Any) -> Schema:
+        return none_of([value])
+
+    def _not_least(self, schema: dict[str, Any], value: float) -> Schema:
+        is_exclusive = schema.get("exclusiveMinimum") is True
+        return {"type": "number", "maximum" if is_exclusive else "exclusiveMaximum": value}
+
+    def _not_most(self, schema: dict[str, Any], value: float) -> Schema:
+        is_exclusive = schema.get("exclusiveMaximum") is True
+        return {"type": "number", "minimum" if is_exclusive else "exclusiveMinimum": value}
+
+    def _not_above(self, schema: dict[str, Any], value: float | bool) -> Schema:
+        return False if isinstance(value, bool) else {"type": "number", "maximum": value}
+
+    def _not_below(self, schema: dict[str, Any], value: float | bool) -> Schema:
+        return False if isinstance(value, bool) else {"type": "number", "minimum": value}
+
+    def _not_format(self, schema: dict[str, Any], name: Any) -> Schema:
+        if name in OWN_FORMATS or name in FORMAT_PATTERNS:
+            raise UnsayableError("a grammar cannot say the opposite of format")
+        return False
+
+    def _not_if(self, schema: dict[str, Any], condition: Schema) -> Schema:
+        then, otherwise = schema.get("then", True), schema.get("else", True)
+        return self._any_sayable(
+            [
+                lambda: all_of([self._combined(condition), self.opposite(then)]),
+                lambda: all_of([self.opposite(condition), self.opposite(otherwise)]),
+            ]
+        )
+
+    def _not_properties(self, schema: dict[str, Any], value: dict[str, Schema]) -> Schema:
+        return self._any_sayable(
+            lambda name=name, one=one: with_property(name, self._opposite_within(one))
+            for name, one in value.items()
+        )
+
+    def _not_required(self, schema: dict[str, Any], value: list[str]) -> Schema:
+        return any_of({"type": "object", **without([name])} for name in value)
+
+    def _not_additional(self, schema: dict[str, Any], value: Schema) -> Schema:
+        if "patternProperties" in schema:
+            raise UnsayableError("a grammar cannot say the opposite of patternProperties")
+        return with_others(without(schema.get("properties", {})), self._opposite_within(value))
+
+    def _not_patterns(self, schema: dict[str, Any], value: dict[str, Schema]) -> Schema:
+        return self._any_sayable(
+            lambda pattern=pattern, one=one: with_names(pattern, self._opposite_within(one))
+            for pattern, one in value.items()
+        )
+
+    def _not_names(self, schema: dict[str, Any], value: Schema) -> Schema:
+        names = self._resolved(value)
+        values = finite_values(names) if names else []
+        if names is True or values is None:
+            raise UnsayableError("a grammar cannot say the opposite of propertyNames")
+        return with_others(without(one for one in values if isinstance(one, str)), True)
+
+    def _not_items(self, schema: dict[str, Any], value: Schema | list[Schema]) -> Schema:
+        if isinstance(value, list):
+            return self._not_prefix(schema, value)
+        first, item = len(schema.get("prefixItems", ())), self._opposite_within(value)
+        return any_of(has_item(item, first + i) for i in range(MAX_POSITION))
+
+    def _not_prefix(self, schema: dict[str, Any], value: list[Schema]) -> Schema:
+        return self._any_sayable(
+            lambda i=i, one=one: has_item(self._opposite_within(one), i)
+            for i, one in enumerate(value)
+        )
+
+    def _not_contains(self, schema: dict[str, Any], value: Schema) -> Schema:
+        if "maxContains" in schema or schema.get("minContains", 1) != 1:
+            raise UnsayableError("a grammar cannot say how many items `contains` must not find")
+        return {"type": "array", "items": self._opposite_within(value)}
+
+    def _not_dependent(self, schema: dict[str, Any], value: dict[str, Any]) -> Schema:
+        return self._any_sayable(
+            lambda name=name, one=one: all_of(
+                [
+                    {"type": "object", "required": [name]},
+                    self.opposite(one)
+                    if isinstance(one, (dict, bool))
+                    else self._not_required({}, as_list(one)),
+                ]
+            )
+            for name, one in value.items()
+        )
+
+    def _not_any(self, schema: dict[str, Any], value: list[Schema]) -> Schema:
+        return all_of([self.opposite(one) for one in value])
+
+    def _not_all(self, schema: dict[str, Any], value: list[Schema]) -> Schema:
+        return self._any_sayable(lambda one=one: self.opposite(one) for one in value)
+
+    def _not_one(self, schema: dict[str, Any], value: list[Schema]) -> Schema:
+        two = [
+            lambda one=one, other=other: all_of([self._combined(one), self._combined(other)])
+            for one, other in itertools.combinations(value, 2)
+            if not self._are_disjoint(one, other)
+        ]
+        return self._any_sayable([lambda: self._not_any(schema, value), *two])
+
+    def _not_not(self, schema: dict[str, Any], value: Schema) -> Schema:
+        return self._combined(value)
+
+    def _any_sayable(self, parts: Iterable[Callable[[], Schema]]) -> Schema:
+        """Any of what the functions return, without those that cannot be said.
+
+        Raises UnsayableError if none is left.
+        """
+        made, problem = [], None
+        for part in parts:
+            try:
+                made.append(part())
+            except UnsayableError as error:
+                problem = error
+        found = any_of(made)
+        if found is False and problem is not None:
+            raise problem
+        return found
+
+    # ------------------------------------------------------------ references
+
+    def _reference(self, reference: Any) -> Schema:
+        """A reference into the rewritten schema, which has an entry for each part that is named."""
+        if reference not in self._names:
+            target = self._target(reference)
+            name = self._names[reference] = str(len(self._names))
+            self._defs[name] = True  # until it is known
+            self._defs[name] = self.said(target)
+        name = self._names[reference]
+        return False if self._defs[name] is False else {"$ref": f"#/$defs/{name}"}
+
+    def _in_place(self, reference: Any, is_opposite: bool) -> Schema:
+        """What is named, in the place of a reference: llguidance does not combine a reference into
+        a schema that contains itself with anything else.
+        """
+        key = reference, is_opposite
+        if key in self._open:
+            if is_opposite:
+                raise UnsayableError("a grammar cannot say the opposite of what contains itself")
+            return self._reference(reference)
+        self._open.add(key)
+        try:
+            target = self._target(reference)
+            return self.opposite(target) if is_opposite else self.said(target)
+        finally:
+            self._open.remove(key)
+
+    def _target(self, reference: Any) -> Schema:
+        if reference == "#":
+            return self._root
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            raise UnsayableError(f"$ref must name a part of the schema, not {reference!r:.100}")
+        node = self._root
+        for part in unquote(reference[2:]).split("/"):
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+                node = node[int(name)]
+            elif isinstance(node, dict) and name in node:
+                node = node[name]
+            else:
+                raise UnsayableError(f"$ref names no part of the schema: {reference!r:.100}")
+        return node
+
+    def _resolved(self, schema: Schema) -> Schema:
+        """What is named by a schema that is only a reference."""
+        seen = 0
+        while isinstance(schema, dict) and schema.keys() - ANNOTATIONS == {"$ref"}:
+            schema, seen = self._target(schema["$ref"]), seen + 1
+            if seen > MAX_LISTS:
+                raise UnsayableError("a $ref names itself")
+        return schema
+
+    def _are_disjoint(self, one: Schema, other: Schema, depth: int = 0) -> bool:
+        """Whether types, values and required properties tell that nothing follows both."""
+        one, other = self._resolved(one), self._resolved(other)
+        if not isinstance(one, dict) or not isinstance(other, dict):
+            return one is False or other is False
+        if not types_of(one) & types_of(other):
+            return True
+        values, others = finite_values(one), finite_values(other)
+        if values is not None and others is not None:
+            return not set(map(key_of, values)) & set(map(key_of, others))
+        if types_of(one) & types_of(other) != {"object"} or depth > MAX_POSITION:
+            return False
+        if _forbids_required(one, other) or _forbids_required(other, one):
+            return True
+        properties, more = one.get("properties", {}), other.get("properties", {})
+        shared = set(one.get("required", ())) & set(other.get("required", ()))
+        return any(
+            self._are_disjoint(properties[name], more[name], depth + 1)
+            for name in shared & properties.keys() & more.keys()
+        )
+
+
+def _references(node: Any) -> set[str]:
+    """All within a part of a schema."""
+    if isinstance(node, list):
+        return {one for inner in node for one in _references(inner)}
+    if not isinstance(node, dict):
+        return set()
+    own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
+    return own | {one for inner in node.values() for one in _references(inner)}
+
+
+def _size(schema: Schema) -> int:
+    return len(str(schema))
+
+
+def _forbids_required(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether `one` forbids a property that `other` requires."""
+    is_closed = one.get("additionalProperties") is False and "patternProperties" not in one
+    listed = one.get("properties", {})
+    return any(listed.get(name, not is_closed) is False for name in other.get("required", ()))
+
+
+def _fewer(name: str, kind: str) -> Callable[[_Rewriting, dict[str, Any], int], Schema]:
+    def say(_: _Rewriting, schema: dict[str, Any], value: int) -> Schema:
+        return {"type": kind, name: value - 1} if value > 0 else False
+
+    return say
+
+
+def _more(name: str, kind: str) -> Callable[[_Rewriting, dict[str, Any], int], Schema]:
+    return lambda _, schema, value: {"type": kind, name: value + 1}
+
+
+# Each is called with the schema and with the keyword's value.
+SAID: dict[str, Callable[[_Rewriting, dict[str, Any], Any], Schema]] = {
+    "format": _Rewriting._format,
+    "dependencies": _Rewriting._dependent,
+    "dependentRequired": _Rewriting._dependent,
+    "dependentSchemas": _Rewriting._dependent,
+    "if": _Rewriting._if,
+    "not": _Rewriting._not,
+    "oneOf": _Rewriting._one_of,
+    "contains": _Rewriting._contains,
+    "uniqueItems": _Rewriting._unique_items,
+    "propertyNames": _Rewriting._property_names,
+    "minProperties": _Rewriting._number_of_properties,
+    "maxProperties": _Rewriting._number_of_properties,
+}
+OPPOSITE: dict[str, Callable[[_Rewriting, dict[str, Any], Any], Schema]] = {
+    "type": _Rewriting._not_type,
+    "enum": _Rewriting._not_values,
+    "const": _Rewriting._not_value,
+    "minimum": _Rewriting._not_least,
+    "maximum": _Rewriting._not_most,
+    "exclusiveMinimum": _Rewriting._not_above,
+    "exclusiveMaximum": _Rewriting._not_below,
+    "minLength": _fewer("maxLength", "string"),
+    "maxLength": _more("minLength", "string"),
+    "minItems": _fewer("maxItems", "array"),
+    "maxItems": _more("minItems", "array"),
+    "minProperties": _fewer("maxProperties", "object"),
+    "maxProperties": _more("minProperties", "object"),
+    "format": _Rewriting._not_format,
+    "if": _Rewriting._not_if,
+    "properties": _Rewriting._not_properties,
+    "required": _Rewriting._not_required,
+    "additionalProperties": _Rewriting._not_additional,
+    "patternProperties": _Rewriting._not_patterns,
+    "propertyNames": _Rewriting._not_names,
+    "items": _Rewriting._not_items,
+    "prefixItems": _Rewriting._not_prefix,
+    "contains": _Rewriting._not_contains,
+    "dependencies": _Rewriting._not_dependent,
+    "dependentRequired": _Rewriting._not_dependent,
+    "dependentSchemas": _Rewriting._not_dependent,
+    "anyOf": _Rewriting._not_any,
+    "allOf": _Rewriting._not_all,
+    "oneOf": _Rewriting._not_one,
+    "not": _Rewriting._not_not,
+}

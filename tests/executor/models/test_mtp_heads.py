@@ -19,6 +19,7 @@ from quire.kernels.cpu.native.library import library
 from quire.tests.gguf_hybrids import write_hybrid_gguf
 from quire.tests.mtp_checkpoints import INDEXED, NEMOTRON, QWEN, TorchHead, save_with_head
 from quire.tests.quantized_checkpoints import write_quantized
+from quire.tests.samples import every
 from quire.tests.tiny_models import save_tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -119,8 +120,9 @@ def test_logits_and_drafts_are_those_of_the_same_head_in_torch(kind, checkpoint,
 CHAINS = [("deepseek_v3", 3), ("glm4_moe", 2), ("qwen3_5_text", 2), (NEMOTRON, 4)]
 
 
-@pytest.mark.parametrize(("kind", "num_heads"), CHAINS)
-@pytest.mark.parametrize("is_right", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "num_heads", "is_right"), every(3, ((*c, r) for r in (False, True) for c in CHAINS))
+)
 def test_heads_in_a_chain(kind, num_heads, is_right, tmp_path, monkeypatch):
     """Each makes a draft, and the last one those that are left: the drafts and the number of
     accepted ones are those of the same heads in torch. Two requests in chunks, of which often few
@@ -170,8 +172,10 @@ SIZES = {  # AWQ and GPTQ have words of eight rows
 }
 
 
-@pytest.mark.parametrize(("kind", "format", "unnamed", "options"), QUANTIZED)
-@pytest.mark.parametrize("is_right", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "format", "unnamed", "options", "is_right"),
+    every(3, ((*case, right) for right in (False, True) for case in QUANTIZED)),
+)
 def test_heads_of_quantized_checkpoints(
     kind, format, unnamed, options, is_right, tmp_path, monkeypatch
 ):

@@ -64,8 +64,7 @@ def check_equal(one: list[Row], other: list[Row]) -> None:
 @pytest.mark.parametrize("kind", [*KINDS, *MIXTURES, *HYBRIDS, *OF_MAMBA])
 def test_two_ranks_give_the_tokens_of_one(tiny, kind: str) -> None:
     one, two = start_executor(tiny(kind)), RankThreads.of(tiny(kind), 2)
-    for seed in range(3):
-        check_equal(random_workload(one, seed), random_workload(two, seed))
+    check_equal(random_workload(one, 0), random_workload(two, 0))
     two.shutdown()
 
 

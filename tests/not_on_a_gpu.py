@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 
 CPU_KERNELS = "is about kernels of CPUs, their programs or the memory of the host"
-NO_KERNEL = "int8 and int4 layers have tests in tests/gpu; for experts there are no kernels"
 CPU_BITS = "promises bits that only kernels of CPUs have"
 MEMORY = "counts pages of the host's memory, where a GPU's weights and cache are not"
 SEVERAL = "needs several GPUs"
@@ -22,7 +21,7 @@ REASONS = {
     r"^tests/executor/(ranks|groups)/|^tests/test_(ranks|expert_parallel|replicas)": SEVERAL,
     r"^tests/test_(\w+_)?equalities|[_-]bits?\b|_bit_|changes_no_bit": CPU_BITS,
     r"blocks_are_kept_and_planned": CPU_BITS,
-    r"\bint8\b|\bint4\b": NO_KERNEL,
+    r"reference_and_native": CPU_KERNELS,
     r"_resident_|_pages_|huge_pages": MEMORY,
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from quire.kernels.choice import OWN_LOGITS
+from quire.kernels.moe import Experts
 from quire.kernels.ops import LogitChanges
 from torch import Tensor
 
@@ -47,7 +48,9 @@ class Sizes:
 
 def kernel_calls(ops: Any, sizes: Sizes, device: str) -> Iterator[KernelCall]:
     """Yields one call at a time: the tensors of one are freed before the next is created."""
-    for family in (elementwise, attention_inputs, linears, sampling, all_options, tables):
+    of_weights = linears, packed_linears, experts
+    of_logits = sampling, all_options, tables
+    for family in (elementwise, attention_inputs, *of_weights, *of_logits):
         yield from family(ops, sizes, device)
 
 
@@ -162,6 +165,59 @@ def linears(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
             yield KernelCall(
                 f"linear {name} T={rows}", lambda linear=linear, x=x: linear(x), *bound
             )
+
+
+# bits of a weight, by how it is packed
+FORMS = {"bf16": 16, "int8": 8.1, "int4": 4.5, "INT4_128": 4.25, "FP8_128": 8.25}
+
+
+def packed(ops: Any, form: str, outputs: int, inputs: int, device: str) -> Any:
+    """A linear layer with weights of this form. None: the kernels do not have it, or a row does not
+    consist of whole blocks.
+    """
+    if form in ("bf16", "int8", "int4"):
+        weight = normal(device, outputs, inputs) / inputs**0.5
+        if form == "bf16":
+            return ops.pack_linear(weight, None)
+        return ops.pack_quantized_linear(weight, None, int(form[3:]))
+    has_kernel = form != "FP8_128" or getattr(ops.pack_gguf_linear, "takes_fp8", False)
+    if inputs % 128 or not has_kernel:
+        return None
+    shape = outputs, round(inputs * FORMS[form] / 8)
+    blocks = torch.randint(32, shape, dtype=torch.uint8, device=device)
+    return ops.pack_gguf_linear([blocks], [form], None, torch.bfloat16)
+
+
+def packed_linears(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
+    """A projection of decodes, for each form of weights."""
+    outputs, inputs = s.hidden, s.intermediate
+    for form, bits in FORMS.items():
+        linear = packed(ops, form, outputs, inputs, device)
+        for rows in (1, s.rows) if linear is not None else ():
+            x = normal(device, rows, inputs)
+            amount = outputs * inputs * bits / 8 + rows * (inputs + outputs) * BF16
+            name = f"linear down in {form} T={rows}"
+            yield KernelCall(name, lambda linear=linear, x=x: linear(x), "bytes", amount)
+
+
+def experts(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
+    """Eight experts, of which a token has two, for each form of weights."""
+    count, top_k, inner = 8, 2, s.intermediate // 4
+    for form, bits in FORMS.items():
+        layers = [
+            [packed(ops, form, outputs, inputs, device) for _ in range(count)]
+            for outputs, inputs in ((2 * inner, s.hidden), (s.hidden, inner))
+        ]
+        if layers[0][0] is None or layers[1][0] is None:
+            continue
+        mixture = Experts(layers[0], layers[1], "silu")
+        for rows in (1, s.rows):
+            x, ids = normal(device, rows, s.hidden), torch.rand(rows, count).argsort(1)[:, :top_k]
+            args = x, ids.int().to(device), torch.rand(rows, top_k).to(device), mixture
+            read = min(count, rows * top_k) * 3 * inner * s.hidden * bits / 8
+            amount = read + 2 * rows * s.hidden * BF16
+            name = f"fused_moe in {form} T={rows}"
+            yield KernelCall(name, lambda args=args: ops.fused_moe(*args), "bytes", amount)
 
 
 def sampling(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:

@@ -5,6 +5,7 @@ from a CUDA graph.
 import pytest
 import torch
 from quire.kernels import registry
+from quire.kernels.ops import LogitChanges
 from quire.kernels.reference import sampling as reference
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -105,6 +106,52 @@ def test_log_probabilities(ops, k):
         torch.testing.assert_close(
             mine.cpu(), theirs, rtol=1e-6, atol=1e-5 if theirs.is_floating_point() else 0
         )
+
+
+@pytest.mark.parametrize("k", [0, 20])
+def test_one_launch_draws_and_scores_as_two_operations(ops, k):
+    """The tokens are the same. Sums of probabilities may be of another order."""
+    logits, *columns = (column.to(DEVICE) for column in inputs(39, 151_936, 2.0))
+    largest, raw = ops.argmax(logits)[0], logits.flip(0).contiguous()
+    raw_rows = torch.arange(39, device=DEVICE) % 3 - 2  # not scored, the row's own, or of raw
+    drawn = ops.sample_tokens(logits, *columns)
+    for _ in range(2):  # the counters are 0 again
+        token_ids, *scores = ops.choose_tokens(logits, largest, *columns, raw, raw_rows, k)
+        assert torch.equal(token_ids, drawn)
+        for raw_row, values in ((-1, logits), (0, raw[:1].expand_as(logits))):
+            mine = (raw_rows == raw_row).nonzero().flatten()
+            expected = ops.gather_logprobs(values[mine].contiguous(), drawn[mine], k)
+            for given, wanted in zip(scores, expected, strict=True):
+                torch.testing.assert_close(given[mine], wanted, rtol=1e-6, atol=1e-5)
+
+
+def test_all_changes_of_logits_in_one_launch(ops):
+    torch.manual_seed(0)
+    rows, vocab_size, count = 9, 151_936, 1000
+    logits = torch.randn(rows, vocab_size, device=DEVICE)
+    expected, raw = logits.clone(), torch.empty(1, vocab_size, device=DEVICE)
+    masks = torch.randint(-(2**31), 2**31 - 1, (rows, vocab_size // 32), dtype=torch.int32)
+    tokens = torch.stack([torch.randperm(vocab_size)[:count] for _ in range(rows)]).flatten()
+    counts, values = torch.randint(0, 3, (len(tokens),)).int(), torch.randn(len(tokens))
+    penalties = torch.rand(rows, 3) + 0.5
+    of_rows = torch.arange(rows)
+    masks, tokens, counts, values, penalties, of_rows = (
+        column.to(DEVICE) for column in (masks, tokens, counts, values, penalties, of_rows)
+    )
+    starts = (torch.arange(rows + 1, device=DEVICE) * count).int()
+    kept = torch.where(of_rows == 4, 0, -1)
+    edits, penalised = (starts, tokens.int(), values), (starts, tokens.int(), counts, penalties)
+    largest = torch.zeros_like(of_rows)
+    changes = LogitChanges(of_rows, kept, of_rows, masks, *edits, *penalised)
+    peaks = ops.change_logits(logits, largest, raw, changes)
+    assert torch.equal(raw[0], expected[4])
+    pairs = of_rows.repeat_interleave(count)
+    expected[pairs, tokens] += values
+    factors = penalties.repeat_interleave(count, dim=0).unbind(1)
+    ops.apply_penalties(expected, pairs, tokens, counts, *factors)
+    ops.apply_grammar_bitmask(expected, masks, of_rows)
+    assert torch.equal(logits, expected)
+    assert torch.equal(peaks, expected.amax(-1)) and torch.equal(largest, ops.argmax(expected)[0])
 
 
 def test_noise(ops):

@@ -83,6 +83,12 @@ class ImageEncoder(Protocol):
         """
         ...
 
+    def encode_largest(self, num_rows: int) -> None:
+        """Encodes a black image of the largest size, or of at most `num_rows` rows where there is
+        none, so that its memory can be measured.
+        """
+        ...
+
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As Model.weights."""
         ...

@@ -391,18 +391,30 @@ class Worker:
         # They do not sample, which leaves room for the results that they keep.
         max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
         most_padded = max(scheduler_config.max_num_seqs, min(MOST_TOKENS, max_num_tokens))
+        before_bytes = self._peak_of_encoder()  # freed before the step takes its own
         for num_tokens in (max_num_tokens, most_padded):
             num_logits = min(num_tokens, max_num_logits(scheduler_config))
-            num_bytes -= devices.peak_bytes(
+            step_bytes = devices.peak_bytes(
                 self.device,
                 partial(self.runner.execute_dummy_batch, num_tokens, num_logits, is_sampled=True),
             )
+            num_bytes -= max(step_bytes, before_bytes)
+            before_bytes = 0
             if self._draft is not None:
                 num_logits = min(num_tokens, scheduler_config.max_num_seqs)
                 num_bytes -= devices.peak_bytes(
                     self.device, partial(self._draft.run_pass, num_tokens, num_logits)
                 )
         return num_bytes
+
+    def _peak_of_encoder(self) -> int:
+        """The memory of a GPU that encoding an image takes at most."""
+        if self.model.encoder is None:
+            return 0
+        most_rows = self.config.multimodal_config.max_encoder_tokens
+        return devices.peak_bytes(
+            self.device, partial(self.model.encoder.encode_largest, most_rows)
+        )
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
         """Allocates the cache, binds it to the layers, runs the model once, and returns the cache's

@@ -564,8 +564,7 @@ class LayerFactory:
         found = [] if self.images is None else self.images.components(table.shape[1] // 2)
         if not found:
             return Rope(query, key)
-        components = torch.tensor(found, dtype=torch.int32, device=self.device)
-        return Rope(query, key, components)
+        return Rope(query, key, torch.tensor(found, dtype=torch.int32).to(self.device))
 
     def sees_later(self, sliding_window: int) -> bool:
         """Whether tokens of an image see each other in a layer with this window, or with 0."""

@@ -10,6 +10,7 @@ A name lacks its ending ".weight" or ".bias"; in a layer, {} stands for its inde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import chain
 
@@ -198,6 +199,19 @@ class Tower(msgspec.Struct, frozen=True, kw_only=True):
     def unit(self) -> int:
         """Pixels on each side of the square that a row stands for."""
         return self.patch_size * self.merge
+
+    def largest_side(self, num_rows: int) -> int:
+        """Pixels on each side of the largest square image that the positions allow, with at most
+        `num_rows` rows where they allow any size.
+        """
+        side = max(1, math.isqrt(num_rows)) * self.merge
+        if self.positions == TABLE:
+            side = math.isqrt(math.prod(self.position_shape[:-1]))
+        elif self.positions == AXES:
+            side = min(side, self.position_shape[1])
+        elif self.positions == PAIRS:
+            side = min(side, self.position_shape[0])
+        return side // self.merge * self.unit
 
     def weight_shapes(self) -> dict[str, list[int]]:
         """The shape of every tensor that a checkpoint must hold, by name."""

@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quire import LLM, SamplingParams
+from quire.executor import worker
+from quire.executor.models.vision.encoder import VisionEncoder
+from quire.ipc.config import EngineConfig
 from quire.tests.bundled_model import heads
 from quire.tests.executor.driver import generate, start_executor
 from quire.tests.fake_gpu import FREE_BYTES, TOTAL_BYTES, FakeGpu, fake_gpu
+from quire.tests.seeing_models import save_seeing_model
 
 KINDS = "qwen3", "qwen3_next"
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([1, 2, 3], list(range(5, 45)), [7, 8])]
@@ -138,3 +143,29 @@ def test_a_traced_step_is_timed_by_events(tiny: Callable[..., Path], gpu: FakeGp
         assert milliseconds["model"] == len(of_model) > 20
         assert milliseconds["inputs"] < 10
     worker.shutdown()
+
+
+def test_the_cache_leaves_room_for_the_encoding_of_an_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of as many rows as a step encodes."""
+    directory = save_seeing_model(tmp_path / "model", "qwen3_5")
+    asked: list[int] = []
+
+    def encode_largest(encoder: VisionEncoder, num_rows: int) -> None:
+        asked.append(num_rows)
+        torch.empty(num_rows * 10_000, dtype=torch.uint8, device="cuda")
+
+    def plan(config: EngineConfig, block_bytes: int, free_bytes: int, windows: Any) -> int:
+        found.append(free_bytes)
+        return 40
+
+    monkeypatch.setattr(VisionEncoder, "encode_largest", encode_largest)
+    monkeypatch.setattr(worker, "plan_num_blocks", plan)
+    found: list[int] = []
+    with fake_gpu():
+        for most in (1, 20_000):
+            sizes = {"max_encoder_tokens": most, "num_gpu_blocks_override": None}
+            start(directory, **sizes).close()
+    assert asked == [1, 20_000]
+    assert 150_000_000 < found[0] - found[1] <= 200_000_000, found

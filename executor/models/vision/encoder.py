@@ -44,6 +44,11 @@ class VisionEncoder(ImageEncoder):
             return torch.empty(0, self.width, dtype=self.dtype, device=self.device)
         return torch.cat(rows)
 
+    def encode_largest(self, num_rows: int) -> None:
+        """See ImageEncoder."""
+        side = self.config.largest_side(num_rows)
+        self.encode([torch.zeros(side, side, 3, dtype=torch.uint8)])
+
     def _encode(self, pixels: torch.Tensor) -> torch.Tensor:
         height, width, unit = *pixels.shape[:2], self.config.unit
         if not height or not width or height % unit or width % unit:

@@ -10,6 +10,7 @@ from quire.frontend.engine_args import EngineArgs
 from quire.frontend.model_info.model_sizes import encoder_bytes
 from quire.ipc.models.vision_config import grid_of
 from quire.ipc.models.vision_families import tower_of
+from quire.ipc.models.vision_tower import TABLE
 from quire.tests.tiny_vision import KINDS, make_images, save_tiny_vision_model, transformers_rows
 
 
@@ -41,6 +42,17 @@ def test_rows_equal_those_of_transformers(saved, isa):
         grid = grid_of(vision, *pixels.shape[:2])
         assert mine.shape == rows.shape == (grid[0] * grid[1], worker.model.encoder.width)
         assert (mine - rows).abs().max() < 1e-4 * rows.abs().max()
+
+
+def test_the_largest_image_can_be_encoded(saved):
+    """Its rows are at most those asked for, or those of all images."""
+    _, _, directory = saved
+    encoder = load(directory, dtype="float32").model.encoder
+    for num_rows in (1, 7, 40):
+        side = encoder.config.largest_side(num_rows)
+        encoder.encode_largest(num_rows)
+        rows = encoder.encode([torch.zeros(side, side, 3, dtype=torch.uint8)])
+        assert 0 < len(rows) <= (num_rows if encoder.config.positions != TABLE else 16)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])

@@ -17,6 +17,7 @@ from quire.executor.ranks.local_ranks import fds_of, make_ends
 from quire.executor.ranks.measuring import open_swap_space, share_pass_times
 from quire.executor.ranks.messages import Kept, MoveBlocks, Sampled, Step
 from quire.executor.ranks.multiproc_executor import trace_of_all
+from quire.executor.offload.kv_offload import KVOffload
 from quire.executor.ranks.offload import RanksOffload
 from quire.executor.ranks.rank import move_blocks, open_offload, run_step
 from quire.executor.ranks.rounds import PendingRanks, Rounds, Then
@@ -110,7 +111,9 @@ class RankThreads:
     def execute_dummy_batch(self) -> None:
         self.on_each(lambda rank: rank.execute_dummy_batch())
 
-    def initialize_offload(self) -> RanksOffload | None:
+    def initialize_offload(self) -> RanksOffload | KVOffload | None:
+        if len(self.ranks) == 1:  # as a process of its own
+            return self.ranks[0].initialize_offload()
         if self.config.cache_config.kv_offloading_size:
             opened = self.on_each(open_offload)
             self.offload = RanksOffload(self, opened, self.config.cache_config)

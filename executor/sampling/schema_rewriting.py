@@ -51,7 +51,7 @@ from .schema_values import (
     types_of,
 )
 
-MAX_SCHEMAS = 20_000  # that one rewritten schema is made of
+MAX_SCHEMAS = 4_000  # that one rewritten schema is made of
 MAX_LISTS = 400  # lists of unique items, or sets of properties, that are told one by one
 MAX_WAYS = 64  # in which a branch of oneOf excludes the others
 MAX_POSITION = 4  # of the item that a list must have among others

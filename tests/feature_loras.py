@@ -26,7 +26,10 @@ def folder(model: str) -> tempfile.TemporaryDirectory[str]:
     chooses take none.
     """
     found = tempfile.TemporaryDirectory()
-    weights = adapted_weights(Path(find_model_directory(model)))
+    path = Path(find_model_directory(model))
+    if path.is_file():  # a GGUF file of the bundled model
+        path = Path(find_model_directory("bundled"))
+    weights = adapted_weights(path)
     weights = {name: weight for name, weight in weights.items() if ".experts." not in name}
     for i in range(1, NUM_ADAPTERS + 1):
         write_peft(Path(found.name) / str(i), random_pairs(weights, seed=i, size=0.1))

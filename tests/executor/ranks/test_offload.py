@@ -206,8 +206,8 @@ def test_a_rank_that_gets_no_file_refuses_the_start(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "size", "num_stages", "num_seeds"),
     [
-        ("qwen2", 1, 2, 1),
-        (HYBRID, 1, 3, 1),
+        ("qwen2", 1, 2, 2),
+        (HYBRID, 1, 3, 2),
         pytest.param(WINDOWED, 2, 1, 20, marks=pytest.mark.slow),
         pytest.param(HYBRID, 2, 2, 20, marks=pytest.mark.slow),
     ],

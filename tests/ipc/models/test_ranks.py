@@ -18,7 +18,6 @@ from quire.tests.tiny_models import save_tiny_model
 def models(tmp_path_factory):
     made = {
         "qwen2": {},
-        "olmo2": {},
         "gpt_oss": {},
         "qwen3_next": {"linear_num_key_heads": 3, "linear_num_value_heads": 6},
         "nemotron_h": {"mamba_num_heads": 3, "n_groups": 3},
@@ -36,7 +35,6 @@ def models(tmp_path_factory):
     [
         ("qwen2", {"tensor_parallel_size": 3}, "must divide the model's num_attention_heads=4"),
         ("qwen2", {"model_impl": "transformers"}, "must be 1 with a model of type qwen2"),
-        ("olmo2", {"tensor_parallel_size": 4}, "must be 1 with Olmo2.*: keys are normed over all"),
         ("qwen3_next", {}, "must divide the model's linear_num_key_heads=3, or be a multiple of"),
         ("kimi_linear", {}, "must divide the model's linear_num_heads=3, got 2"),
         ("nemotron_h", {}, "must divide the model's heads of Mamba 2=3, got 2"),

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quire.executor.offload.kv_offload import KVOffload
 from quire.executor.ranks.local_ranks import fds_of, make_ends
 from quire.executor.ranks.measuring import open_swap_space, share_pass_times
 from quire.executor.ranks.messages import Kept, MoveBlocks, Sampled, Step
 from quire.executor.ranks.multiproc_executor import trace_of_all
-from quire.executor.offload.kv_offload import KVOffload
 from quire.executor.ranks.offload import RanksOffload
 from quire.executor.ranks.rank import move_blocks, open_offload, run_step
 from quire.executor.ranks.rounds import PendingRanks, Rounds, Then

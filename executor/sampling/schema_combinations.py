@@ -61,7 +61,7 @@ def are_exclusive(schemas: Sequence[dict[str, Any]]) -> bool:
 
 def follows(schema: dict[str, Any], others: Sequence[dict[str, Any]]) -> bool:
     """Whether types or forbidden properties tell that what follows `others` follows `schema`."""
-    if not schema.keys() <= {"type", "properties"}:
+    if not schema.keys() <= {"type", "properties"} or "integer" in as_list(schema.get("type", ())):
         return False
     forbidden = schema.get("properties", {})
     return _types_of_all(others) <= types_of(schema) and all(

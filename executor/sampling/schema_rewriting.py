@@ -23,7 +23,7 @@ of draft 2020-12, with `dependencies`, lists of `items` and the booleans of `exc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import unquote
 
@@ -31,6 +31,7 @@ from .schema_combinations import (
     Schema,
     all_of,
     any_of,
+    are_exclusive,
     as_list,
     has_item,
     of_other_types,
@@ -89,6 +90,7 @@ class _Rewriting:
         self._root = root
         self._names: dict[str, str] = {}  # of references, in $defs
         self._defs: dict[str, Schema] = {}
+        self._numbers = itertools.count()  # of entries of $defs
         self._open: set[tuple[str, bool]] = set()  # what is being said in the place of a $ref
         self._count = 0
 
@@ -157,16 +159,13 @@ class _Rewriting:
     def _dependent(self, schema: dict[str, Any], value: dict[str, Any]) -> Schema:
         return all_of(
             only_for("object", any_of([without([name]), all_of([{"required": [name]}, needed])]))
-            for name, needed in self._needed(value, self._combined)
+            for name, needed in ((name, self._needed(one)) for name, one in value.items())
         )
 
-    def _needed(
-        self, value: dict[str, Any], of_schema: Callable[[Schema], Schema]
-    ) -> Iterator[tuple[str, Schema]]:
-        """Each name with what an object that has it must be."""
-        for name, one in value.items():
-            is_schema = isinstance(one, (dict, bool))
-            yield name, of_schema(one) if is_schema else {"required": as_list(one)}
+    def _needed(self, one: Any) -> Schema:
+        """What an object with a property of `dependencies` must be."""
+        is_schema = isinstance(one, (dict, bool))
+        return self._combined(one) if is_schema else {"required": as_list(one)}
 
     def _if(self, schema: dict[str, Any], value: Schema) -> Schema:
         then, otherwise = schema.get("then", True), schema.get("else", True)
@@ -264,6 +263,9 @@ class _Rewriting:
             raise UnsayableError(f"a grammar cannot say propertyNames of {sorted(keys)}")
         named = {"patternProperties": {pattern: True}, "additionalProperties": False}
         return only_for("object", named)
+
+    def _most_properties(self, schema: dict[str, Any], value: int) -> Schema:
+        return True if "minProperties" in schema else self._number_of_properties(schema, value)
 
     def _number_of_properties(self, schema: dict[str, Any], value: int) -> Schema:
         """minProperties and maxProperties together."""
@@ -388,8 +390,10 @@ class _Rewriting:
 
     def _not_names(self, schema: dict[str, Any], value: Schema) -> Schema:
         names = self._resolved(value)
+        if names is True:
+            return False
         values = finite_values(names) if names else []
-        if names is True or values is None:
+        if values is None:
             raise UnsayableError("a grammar cannot say the opposite of propertyNames")
         return with_others(without(one for one in values if isinstance(one, str)), True)
 
@@ -462,9 +466,13 @@ class _Rewriting:
         """A reference into the rewritten schema, which has an entry for each part that is named."""
         if reference not in self._names:
             target = self._target(reference)
-            name = self._names[reference] = str(len(self._names))
+            name = self._names[reference] = str(next(self._numbers))
             self._defs[name] = True  # until it is known
-            self._defs[name] = self.said(target)
+            try:
+                self._defs[name] = self.said(target)
+            except UnsayableError:  # what refers to it then refers to nothing, and is refused
+                del self._names[reference], self._defs[name]
+                raise
         name = self._names[reference]
         return False if self._defs[name] is False else {"$ref": f"#/$defs/{name}"}
 
@@ -501,12 +509,14 @@ class _Rewriting:
         return node
 
     def _resolved(self, schema: Schema) -> Schema:
-        """What is named by a schema that is only a reference."""
+        """What is named by a schema that is only a reference; True for one that says nothing."""
         seen = 0
         while isinstance(schema, dict) and schema.keys() - ANNOTATIONS == {"$ref"}:
             schema, seen = self._target(schema["$ref"]), seen + 1
             if seen > MAX_LISTS:
                 raise UnsayableError("a $ref names itself")
+        if isinstance(schema, dict) and not schema.keys() - ANNOTATIONS:
+            return True
         return schema
 
     def _are_disjoint(self, one: Schema, other: Schema, depth: int = 0) -> bool:
@@ -514,15 +524,13 @@ class _Rewriting:
         one, other = self._resolved(one), self._resolved(other)
         if not isinstance(one, dict) or not isinstance(other, dict):
             return one is False or other is False
-        if not types_of(one) & types_of(other):
+        if are_exclusive([one, other]):
             return True
         values, others = finite_values(one), finite_values(other)
         if values is not None and others is not None:
             return not set(map(key_of, values)) & set(map(key_of, others))
         if types_of(one) & types_of(other) != {"object"} or depth > MAX_POSITION:
             return False
-        if _forbids_required(one, other) or _forbids_required(other, one):
-            return True
         properties, more = one.get("properties", {}), other.get("properties", {})
         shared = set(one.get("required", ())) & set(other.get("required", ()))
         return any(
@@ -543,13 +551,6 @@ def _references(node: Any) -> set[str]:
 
 def _size(schema: Schema) -> int:
     return len(str(schema))
-
-
-def _forbids_required(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether `one` forbids a property that `other` requires."""
-    is_closed = one.get("additionalProperties") is False and "patternProperties" not in one
-    listed = one.get("properties", {})
-    return any(listed.get(name, not is_closed) is False for name in other.get("required", ()))
 
 
 def _fewer(name: str, kind: str) -> Callable[[_Rewriting, dict[str, Any], int], Schema]:
@@ -576,7 +577,7 @@ SAID: dict[str, Callable[[_Rewriting, dict[str, Any], Any], Schema]] = {
     "uniqueItems": _Rewriting._unique_items,
     "propertyNames": _Rewriting._property_names,
     "minProperties": _Rewriting._number_of_properties,
-    "maxProperties": _Rewriting._number_of_properties,
+    "maxProperties": _Rewriting._most_properties,
 }
 OPPOSITE: dict[str, Callable[[_Rewriting, dict[str, Any], Any], Schema]] = {
     "type": _Rewriting._not_type,

@@ -106,7 +106,7 @@ def finite_values(schema: Any) -> list[Any] | None:
 def _has_type(value: Any, schema: dict[str, Any]) -> bool:
     names = schema.get("type", TYPES)
     names = [names] if isinstance(names, str) else names
-    is_integer = type_of(value) == "number" and value == int(value)
+    is_integer = type_of(value) == "number" and value % 1 == 0
     return type_of(value) in names or ("integer" in names and is_integer)
 
 

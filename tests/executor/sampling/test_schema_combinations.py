@@ -26,6 +26,8 @@ PARTS = [
     {"type": "object"},
     {"type": ["object", "string"]},
     {"type": "integer"},
+    {"type": "number"},
+    {"anyOf": [{"type": "integer"}, {"type": "string"}]},
     {"required": ["a"]},
     {"type": "object", "properties": {"a": False}},
     {"type": "object", "properties": {"b": True}, "additionalProperties": False},

@@ -66,6 +66,9 @@ EXACT: list[dict[str, Any]] = [
     {"minProperties": 2, "required": ["a"]},
     {"properties": {"a": {}, "b": {}}, "maxProperties": 1, "additionalProperties": False},
     {"properties": {"a": {}, "b": {}}, "minProperties": 1, "additionalProperties": False},
+    {"type": "number", "anyOf": [{"type": "integer"}, {"type": "string"}], "not": False},
+    {"propertyNames": {}},
+    {"propertyNames": {"description": "any"}},
     {"format": "of my own"},
     {
         "$ref": "#/$defs/x~1y",
@@ -127,6 +130,7 @@ def test_older_drafts(old, new) -> None:
         ({"contains": True, "minContains": 2}, "how many items"),
         ({"unevaluatedProperties": False}, "unevaluatedProperties"),
         ({"not": {}}, "no value follows"),
+        ({"not": {"propertyNames": {}}}, "no value follows"),
         ({"type": "string", "not": {"type": "string"}}, "no value follows"),
         ({"$ref": "other.json"}, "other.json"),
         ({"$ref": "#/$defs/a"}, "names no part"),
@@ -139,6 +143,16 @@ def test_older_drafts(old, new) -> None:
 def test_what_a_grammar_cannot_say_is_refused_by_name(schema, words) -> None:
     with pytest.raises(UnsayableError, match=words):
         rewritten(schema)
+
+
+def test_what_cannot_be_said_once_cannot_be_said_again() -> None:
+    """The condition can be left out, for what lacks "a"; the property cannot."""
+    named = {"$ref": "#/$defs/x"}
+    condition = {"if": {"properties": {"a": named}, "required": ["a"]}, "then": {"type": "object"}}
+    condition["$defs"] = {"x": {"uniqueItems": True}}
+    assert followers(rewritten(condition)) == followers({"not": {"required": ["a"]}})
+    with pytest.raises(UnsayableError, match="uniqueItems"):
+        rewritten({**condition, "properties": {"b": named}})
 
 
 def test_a_large_schema_is_refused_in_time() -> None:
@@ -154,14 +168,15 @@ def test_a_large_schema_is_refused_in_time() -> None:
         rewritten(deep)
 
 
-def random_schema(draw: random.Random, depth: int) -> Any:
+def random_schema(draw: random.Random, depth: int, defs: list[str]) -> Any:
     if depth == 0:
-        simple = [True, {"type": draw.choice(["string", "integer", "object", "array", "null"])}]
+        types = "string", "integer", "number", "object", "array", "null"
+        simple = [True, {"type": draw.choice(types)}, *({"$ref": f"#/$defs/{d}"} for d in defs)]
         simple += [{"const": draw.choice(VALUES)}, {"required": [draw.choice(NAMES)]}]
         return draw.choice([*simple, {"pattern": "^a"}, {"minimum": 1}, {"maxLength": 1}])
 
     def inner() -> Any:
-        return random_schema(draw, depth - 1)
+        return random_schema(draw, depth - 1, defs)
 
     def some() -> list[Any]:
         return [inner() for _ in range(draw.randint(1, 3))]
@@ -203,7 +218,11 @@ def test_what_follows_a_rewritten_schema_follows_the_original(first: int) -> Non
     """Also that most values are not lost."""
     num_kept = num_all = num_said = 0
     for seed in range(first, first + 30 * (1 if first == 0 else 200)):
-        schema = random_schema(random.Random(seed), depth=2)
+        draw = random.Random(seed)
+        defs: dict[str, Any] = {}
+        for name in "xyz":  # each refers to those before it
+            defs[name] = random_schema(draw, depth=draw.randint(0, 1), defs=list(defs))
+        schema = random_schema(draw, depth=2, defs=list(defs)) | {"$defs": defs}
         try:
             made = rewritten(schema)
         except UnsayableError:

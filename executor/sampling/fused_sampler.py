@@ -45,11 +45,10 @@ class FusedSampler:
         token_ids, is_finite = largest or self.ops.argmax(logits)
         raw, raw_rows = logits, np.where(wanted == NO_LOGPROBS, NOT_SCORED, OWN_LOGITS)
         errors: dict[int, RowError] = {}
-        changed, peaks = np.zeros(0, np.int64), None
+        changes, peaks = ChangeList(vocab_size), None
         if batch.stages.num_slots:
-            changes = ChangeList(vocab_size)
             errors = batch.stages.describe(changes, slots, batch)
-            changed = changes.rows()
+        changed = changes.rows()
         if len(changed):
             copied = changed[raw_rows[changed] == OWN_LOGITS]
             raw_rows[copied] = np.arange(len(copied))

@@ -120,14 +120,16 @@ def _rewritten(params: StructuredOutputsParams, error: str) -> StructuredOutputs
 
     Raises InvalidParameterError for what no grammar can say.
     """
-    schema = json.loads(params.json or "")
-    if params.disable_additional_properties:
-        schema = closed_schema(schema)
+    assert isinstance(params.json, str)  # they are normalized
     try:
+        schema = json.loads(params.json)
+        if params.disable_additional_properties:
+            schema = closed_schema(schema)
         text = json.dumps(rewritten(schema), ensure_ascii=False)
     except UnsayableError as unsayable:
         raise refusal(f"cannot be compiled: {shorten(str(unsayable))}") from None
-    except (AttributeError, KeyError, TypeError, ValueError):  # malformed, as llguidance says
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        # it is malformed, as llguidance says
         raise refusal(f"cannot be compiled: {shorten(error)}") from None
     return msgspec.structs.replace(params, json=text, disable_additional_properties=False)
 

@@ -117,7 +117,8 @@ class Penalties:
     ) -> None:
         self.counts.catch_up(slots, batch)
         for row, slot in zip(rows.tolist(), slots.tolist()):
-            penalties = self.repetition[slot], self.frequency[slot], self.presence[slot]
+            columns = self.repetition, self.frequency, self.presence
+            penalties = [float(column[slot]) for column in columns]
             held = slice(int(self.counts.num_ids[slot]))
             changes.penalise(
                 row, self.counts.ids[slot, held], self.counts.counts[slot, held], penalties

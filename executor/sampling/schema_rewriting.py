@@ -241,21 +241,19 @@ class _Rewriting:
         names = self._resolved(value)
         if names is True:
             return True
-        keys = names.keys() - ANNOTATIONS - {"type"} if names else set()
-        if names and "string" not in as_list(names.get("type", "string")):
-            names = False
-        if not names or (values := finite_values(names)) is not None:
-            allowed = values if names else []
-            listed = {one: True for one in allowed if isinstance(one, str)}
+        if names is False or "string" not in types_of(names):
+            return only_for("object", {"additionalProperties": False})
+        if (values := finite_values(names)) is not None:
+            listed = {one: True for one in values if isinstance(one, str)}
             return only_for("object", {"properties": listed, "additionalProperties": False})
-        pattern = names.get("pattern")
+        keys, pattern = names.keys() - ANNOTATIONS - {"type"}, names.get("pattern")
         if not keys:
             return True
         if keys == {"format"}:
             if names["format"] not in OWN_FORMATS | FORMAT_PATTERNS.keys():
                 return True
             pattern = FORMAT_PATTERNS.get(names["format"])
-        elif keys and keys <= {"minLength", "maxLength"}:
+        elif keys <= {"minLength", "maxLength"}:
             pattern = f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
         elif keys != {"pattern"}:
             pattern = None

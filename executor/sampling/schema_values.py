@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-TYPES = "null", "boolean", "number", "string", "array", "object"  # of which no two share a value
+# of which no two share a value
+TYPES: tuple[str, ...] = ("null", "boolean", "number", "string", "array", "object")
 ANNOTATIONS = frozenset(
     ("$comment", "$schema", "$id", "id", "$anchor", "$defs", "definitions", "title", "description")
     + ("default", "examples", "example", "deprecated", "readOnly", "writeOnly")

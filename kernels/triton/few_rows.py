@@ -106,7 +106,7 @@ def few_rows_kernel(
         x = tl.load(x_ptrs + start, mask=is_row[:, None] & here[None, :], other=0.0)
         if NORM_ROWS > 0:
             norm = tl.load(norm_ptr + start + depth, mask=here, other=0.0)
-            normal = x.to(tl.float32) * factor[:, None]  # pyright: ignore[reportPossiblyUnbound]
+            normal = x.to(tl.float32) * factor[:, None]  # pyright: ignore
             normal = normal.to(norm.dtype).to(tl.float32)
             x = (normal * norm.to(tl.float32)[None, :]).to(x.dtype)
         mask = here[:, None] & is_column[None, :]

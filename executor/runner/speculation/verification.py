@@ -22,6 +22,7 @@ import torch
 from ....ipc.config import SchedulerConfig, SpeculativeConfig, resolved
 from ....ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ...input_batch import NO_LOGPROBS, InputBatch
+from ...sampling.fused_sampler import FusedSampler
 from ...sampling.logprob_arrays import join_logprobs
 from ...sampling.sampler import NOT_FINITE, Sampler
 from ..merged_outputs import tokens_by_row
@@ -170,7 +171,7 @@ class Speculation:
         drafts: list[np.ndarray],
         inputs: StepInputs,
         of_logits: Sequence[torch.Tensor],
-        sampler: Sampler,
+        sampler: Sampler | FusedSampler,
     ) -> ModelRunnerOutput:
         """As `verify`, without a first output, for rows of which none uses a stage: all positions
         are sampled in one call.
@@ -222,7 +223,7 @@ class Speculation:
         inputs: StepInputs,
         of_logits: Sequence[torch.Tensor],
         first: ModelRunnerOutput,
-        sampler: Sampler,
+        sampler: Sampler | FusedSampler,
     ) -> ModelRunnerOutput:
         """Samples what follows the accepted drafts.
 

@@ -7,6 +7,7 @@ python examples/prefill_proxy.py --port 8000
 """
 
 import argparse
+import asyncio
 import contextlib
 import json
 import logging
@@ -17,13 +18,14 @@ from typing import Any
 import httpx2 as httpx
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 PROMPT_ROUTES = ("/v1/completions", "/v1/chat/completions")
 LENGTHS = ("max_completion_tokens", "min_tokens", "best_of", "stream_options")
 OF_CONNECTION = {"host", "connection", "content-length", "transfer-encoding", "keep-alive"}
+CLIENT_HAS_LEFT = 499  # a status that nobody reads
 PAUSE_S = 5.0  # without the prefill server, after it has failed
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
@@ -39,8 +41,27 @@ class Proxy:
         self._paused_until = 0.0
 
     async def answer(self, request: Request) -> Response:
+        """The answer. When the client leaves, its request ends at either server, which aborts it as
+        soon as the connection is closed.
+        """
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_HAS_LEFT)
+        answering = asyncio.ensure_future(self._answer(request, body))
+        leaving = asyncio.ensure_future(request.receive())  # nothing else comes after the body
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            answering.cancel()  # without effect if there is an answer
+        try:
+            return await answering
+        except asyncio.CancelledError:
+            return Response(status_code=CLIENT_HAS_LEFT)
+
+    async def _answer(self, request: Request, body: bytes) -> Response:
         """The decode server's answer, once the prefill server has computed the prompt."""
-        body = await request.body()
         headers = _passed(request.headers.items())
         if request.method == "POST" and request.url.path in PROMPT_ROUTES:
             await self._compute_prompt(request.url.path, headers, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -21,6 +22,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.server.conftest import running_server
+from quire.tests.scripted_server import HANG, answer, scripted_server
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -194,3 +197,35 @@ def test_the_prefill_proxy(tmp_path: Path) -> None:
         decode.process.kill()
         decode.process.wait()
         assert client.post("/v1/completions", json=body).status_code == 502
+
+
+@pytest.mark.parametrize("hanging", ["prefill", "decode"])
+def test_the_prefill_proxy_ends_what_a_client_that_has_left_asked_for(hanging: str) -> None:
+    async def leave() -> tuple[list[int], int]:
+        scripts = {"prefill": [answer("{}")], "decode": [answer("{}")]} | {hanging: [HANG]}
+        async with (
+            scripted_server(scripts["prefill"]) as (prefill_url, prefill),
+            scripted_server(scripts["decode"]) as (decode_url, decode),
+        ):
+            example = runpy.run_path(str(EXAMPLES / "prefill_proxy.py"))
+            proxy = example["Proxy"](prefill_url, decode_url, 60.0)
+            waiting = {"prefill": prefill, "decode": decode}[hanging]
+            messages = [{"type": "http.request", "body": b'{"prompt": "One day"}'}]
+
+            async def receive() -> dict:
+                if messages:
+                    return messages.pop()
+                while not waiting.num_open:
+                    await asyncio.sleep(0.01)
+                return {"type": "http.disconnect"}
+
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+            scope |= {"query_string": b"", "root_path": "", "server": ("proxy", 80)}
+            left = await asyncio.wait_for(proxy.answer(Request(scope, receive)), 20)
+            async with asyncio.timeout(20):
+                while waiting.num_open:  # until its connection ends
+                    await asyncio.sleep(0.01)
+            await proxy.close()
+            return [len(prefill.requests), len(decode.requests)], left.status_code
+
+    assert asyncio.run(leave()) == ([1, hanging == "decode"], 499)

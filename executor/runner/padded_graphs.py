@@ -5,7 +5,7 @@ Must not know: architectures, requests, how rows are sampled, steps of decodes a
 
 Up to a few thousand tokens, the CPU takes longer to launch a small model's operations than the GPU
 to compute them. A graph serves every step of up to `size` tokens, of up to `width` requests, of
-which up to `width` rows have logits:
+which up to `width` rows have logits, fewer than tokens:
 
     tokens     [ request 0 | request 1 | … | padding ]   size, a multiple of 64
     requests   [ 0 | 1 | … | the padding | empty | … ]   width + 1
@@ -90,7 +90,7 @@ class PaddedStep:
         self._sizes = padded_sizes(max_num_batched_tokens, widest, max_model_len)
         self._max_model_len = max_model_len
         most = self._sizes[-1] if self._sizes else 0
-        widest = min(widest, most)
+        widest = min(widest, max(0, most - 1))
         self._widths = [width for width in WIDTHS if width < widest] + [widest]
         self._graphs: dict[tuple[int, int], tuple[Callable[[], None], Tensors]] = {}
         self._results: Tensors | None = None
@@ -145,12 +145,14 @@ class PaddedStep:
     ) -> tuple[int, int] | None:
         """The size and the width of the graph of a step; None: there is none."""
         width = max(len(metadata.query_lens), num_logits)
-        if not self._sizes or num_tokens > self._sizes[-1] or width > self._widths[-1]:
+        # one row with logits for each token would mean all of them in order (OpByOp)
+        least = max(num_tokens, width + 1)
+        if not self._sizes or least > self._sizes[-1] or width > self._widths[-1]:
             return None
         if max(metadata.seq_lens_list[: metadata.num_decodes], default=0) > LONGEST_DECODE:
             return None
-        size = self._sizes[bisect_left(self._sizes, num_tokens)]
-        return size, min(size, self._widths[bisect_left(self._widths, width)])
+        size = self._sizes[bisect_left(self._sizes, least)]
+        return size, min(size - 1, self._widths[bisect_left(self._widths, width)])
 
     def _copy(
         self,

@@ -93,6 +93,26 @@ def test_states_where_graphs_are_captured_while_requests_run(tiny):
     assert torch.equal(kept, states) and len(capture.shapes) > before + 2
 
 
+def test_many_rows_with_logits_in_a_small_graph(tiny):
+    """As many as the graph has tokens, if it had no row less: those of the padding are others."""
+    prompts = [[3 * i + 1, i + 2] for i in range(60)]
+    sizes = {"max_num_seqs": 70, "max_model_len": 128, "max_num_batched_tokens": 150}
+    plain, graphed = (start_executor(tiny("qwen3"), **sizes) for _ in range(2))
+    use_forward(plain, None)
+    capture = with_graphs(graphed)
+
+    def run(executor: Worker) -> list[list[int]]:
+        driver = Driver(executor)
+        rows = [driver.add(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+        for first, count in ((0, 9), (9, 51)):
+            driver.step({row.request_id: 2 for row in rows[first : first + count]})
+        return [row.output for row in rows]
+
+    assert run(graphed) == run(plain)
+    assert {(64, 63), (128, 64)} <= set(capture.shapes)
+    assert all(tokens > rows for tokens, rows in capture.shapes if tokens in (64, 128))
+
+
 def test_which_steps_have_graphs(tiny):
     executor = started(tiny)
     capture = with_graphs(executor)

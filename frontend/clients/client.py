@@ -6,6 +6,7 @@ Must not know: text, tokenizers, torch, scheduling, computation.
 from __future__ import annotations
 
 import signal
+import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable
@@ -50,10 +51,15 @@ class Restarts:
     by_cause: Counter[str] = field(default_factory=Counter)  # a signal, "exit" or "daemon"
     num_resumed: int = 0  # requests that continued on another engine
     num_quarantined: int = 0  # requests that ended because engines died of them
-    # These are seconds from a death to the next output of a resumed request. last_gap_s is the last
-    # of them.
-    last_gap_s: float | None = None
+    # These are seconds from a death to the next output of a resumed request.
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
+    last_gap: tuple[float, float] | None = None  # when it ended, by time.monotonic(), and seconds
+
+    def add_gap(self, died_at: float) -> None:
+        """Notes that a resumed request has an output. died_at: by time.monotonic()."""
+        now = time.monotonic()
+        self.gaps_s.append(now - died_at)
+        self.last_gap = (now, now - died_at)
 
 
 class EngineClient(ABC):

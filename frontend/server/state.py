@@ -215,6 +215,7 @@ class ServerState:
             while restarts.gaps_s:
                 self.meters.restart_gaps.observe(restarts.gaps_s.popleft())
             totals.restarts.update(restarts.by_cause)
+            totals.last_gap = restarts.last_gap
             if self.shared is not None:  # else get_metrics has them
                 totals.of_client.update(self.engine.session.metrics({}))
         return totals

@@ -35,18 +35,22 @@ class Totals:
     # Each process counts each engine that is replaced: of several, the greatest number counts.
     restarts: Counter[str] = field(default_factory=Counter)  # by cause
     of_client: Counter[str] = field(default_factory=Counter)  # ClientCounters
+    last_gap: tuple[float, float] | None = None  # see Restarts; all processes have the same clock
 
     def packed(self) -> bytes:
         counts = [self.gauges, self.rejected, self.restarts, self.of_client]
-        return msgspec.json.encode([self.started, self.meters.packed(), *counts])
+        return msgspec.json.encode([self.started, self.meters.packed(), *counts, self.last_gap])
 
     def add(self, packed: bytes, *, is_over: bool) -> None:
         """Adds what another process has packed, without its gauges if it is over."""
-        started, meters, gauges, rejected, restarts, of_client = msgspec.json.decode(packed)
+        started, meters, *counts, last_gap = msgspec.json.decode(packed)
+        gauges, rejected, restarts, of_client = counts
         self.meters.add(meters, is_over=is_over)
         self.rejected.update(rejected)
         self.of_client.update(of_client)
         self.restarts |= Counter(restarts)  # the greater of both
+        if last_gap is not None:
+            self.last_gap = max(self.last_gap or (0.0, 0.0), tuple(last_gap))
         if not is_over:
             self.started = min(self.started, started)
             self.gauges.update(gauges)

@@ -222,13 +222,11 @@ class SupervisedClient(EngineClient):
     def _note(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
         """Notes the progress of resumed requests, and submits those that wait for it."""
         if self._died_at is not None:
-            now, died_at = time.monotonic(), self._died_at
             self._budget.note_progress()
             for request_id, num_tokens in zip(outputs.request_ids, outputs.num_tokens):
                 if num_tokens and request_id in self._awaiting_output:
                     self._awaiting_output.discard(request_id)
-                    self.restarts.last_gap_s = now - died_at
-                    self.restarts.gaps_s.append(now - died_at)
+                    self.restarts.add_gap(self._died_at)
             for finished in outputs.finished:
                 self._awaiting_output.discard(outputs.request_ids[finished.row])
             self._resubmission.take(outputs)

@@ -324,8 +324,7 @@ class ReplicasClient(EngineClient):
         if self._moved_at:
             for request_id, num_tokens in zip(ids, outputs.num_tokens):
                 if num_tokens and (moved_at := self._moved_at.pop(request_id, None)) is not None:
-                    self.restarts.last_gap_s = time.monotonic() - moved_at
-                    self.restarts.gaps_s.append(self.restarts.last_gap_s)
+                    self.restarts.add_gap(moved_at)
         return outputs
 
     async def get_output_async(self) -> EngineCoreOutputs:

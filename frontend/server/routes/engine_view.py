@@ -91,8 +91,8 @@ class EngineView:
 
 
 def about(state: ServerState, engine: AsyncLLM) -> dict[str, Any]:
-    """Returns what this server knows of the engine, besides what the engine observes. Counts are
-    those of all its processes.
+    """Returns what this server knows of the engine, besides what the engine observes: what all its
+    processes know.
     """
     config, defaults = engine.config, engine.get_default_sampling_params()
     totals = state.totals()
@@ -106,14 +106,16 @@ def about(state: ServerState, engine: AsyncLLM) -> dict[str, Any]:
         "num_queued": totals.gauges["num_queued"],
         "num_finished": sum(totals.meters.requests_by_reason.values()),  # since its start
         # `restarts` counts the engines that took the place of dead ones, by cause. `last_gap_s` has
-        # the seconds from the last death to the next output. `standby_is_ready` is null without
-        # --standby.
+        # the seconds from a death to the next output of the request that continued last.
+        # `standby_is_ready` is null without --standby.
         "restarts": dict(totals.restarts),
-        "last_gap_s": engine.client.restarts.last_gap_s,
+        "last_gap_s": None if totals.last_gap is None else totals.last_gap[1],
         "standby_is_ready": engine.client.standby_is_ready,
         "has_chat_template": bool(state.template_text),
         "reads_images": state.reads_images,
         # These apply to a request that does not say otherwise.
         "default_sampling_params": {name: getattr(defaults, name) for name in SHOWN_DEFAULTS},
-        "loras": list(state.loras.by_name),  # names that requests may give as `model`
+        # These names may be the `model` of a request. All processes have the same ones, since those
+        # that come and go (--admin) need a server of one process.
+        "loras": list(state.loras.by_name),
     }

@@ -65,10 +65,19 @@ def test_a_dead_server_is_replaced_and_a_dead_engine_loses_nothing() -> None:
     with running_server("--api-server-count", "2") as client:
         whole = ask(client, max_tokens=600).json()["choices"][0]["text"]
         with ThreadPoolExecutor(4) as pool:
-            running = [pool.submit(ask, client, max_tokens=600) for _ in range(4)]
             [engine] = children_of(client, "core.engine_proc")
+            engine.suspend()
+            running = [pool.submit(ask, client, max_tokens=600) for _ in range(4)]
+            wait_until(lambda: client.get("/load").json()["server_load"] == 4)
             engine.kill()
             assert {one.result().json()["choices"][0]["text"] for one in running} == {whole}
+        state = client.base_url.join("/v1/engine/state")
+
+        def gaps() -> set[float | None]:  # as any process tells
+            return {httpx.get(state).json()["last_gap_s"] for _ in range(8)}
+
+        wait_until(lambda: len(gaps()) == 1)
+        assert gaps() != {None}
         victim, other = children_of(client, "frontend.server.member")
         victim.kill()
         wait_until(lambda: "killed by SIGKILL; starting it again" in client.log())
@@ -85,6 +94,7 @@ def test_sums_keep_the_counts_of_the_dead(tmp_path: Path) -> None:
         one.meters.http_began()
         one.gauges["num_running"] = num_running
         one.restarts["daemon"] = num_requests
+        one.last_gap = (7.0 + num_requests, 0.25 * num_requests)
         return one
 
     first, second = SharedTotals(tmp_path, "1"), SharedTotals(tmp_path, "2")
@@ -98,6 +108,7 @@ def test_sums_keep_the_counts_of_the_dead(tmp_path: Path) -> None:
         assert found.meters.num_http_requests == num_active
         assert found.gauges["num_running"] == num_running
         assert found.restarts == {"daemon": 3} and found.started == started
+        assert found.last_gap == (10.0, 0.75)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ settings.load_profile("quire")
 import quire.executor  # noqa: E402, F401
 from quire.tests.engine_device import use_device  # noqa: E402
 from quire.tests.not_on_a_gpu import reason_for  # noqa: E402
+from quire.tests.samples import mark_rest_slow  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,8 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips on a GPU what cannot pass there, with its reason."""
+    """Leaves the rest of a sample to `-m slow`. Skips on a GPU what cannot pass there, with its
+    reason.
+    """
+    mark_rest_slow(items)
     if config.getoption("--device") == "cpu":
         return
     for item in items:

@@ -45,6 +45,7 @@ def answers(**settings):
         engine.shutdown()
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_scheduler_does_not_change_outputs(option):
     expected = answers(**OPTIONS[option], enable_prefix_caching=False)

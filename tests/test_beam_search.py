@@ -114,6 +114,7 @@ CASES += [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("params", CASES, ids=str)
 def test_beams_equal_those_of_transformers(kind, llm, params) -> None:
     outputs = llm.beam_search([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
@@ -140,6 +141,7 @@ def test_beams_equal_those_of_transformers(kind, llm, params) -> None:
     assert not llm.llm_engine.has_unfinished_requests()
 
 
+@pytest.mark.sampled(step=2)
 def test_some_beams_end_early(kind) -> None:
     """Otherwise the comparison with transformers would not cover end-of-sequence tokens."""
     lengths = {

@@ -163,6 +163,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize("settings", with_and_without_drafts(SETTINGS, 0), ids=name_of)
 def test_batching_and_scheduling_do_not_change_a_bit(jobs, expected, settings):
     with closing(make_engine(dtype="bfloat16", **settings)) as engine:
@@ -174,6 +175,7 @@ def test_batching_and_scheduling_do_not_change_a_bit(jobs, expected, settings):
             assert engine.client.call_utility("get_metrics")["num_preemptions"] >= 2
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -286,6 +288,7 @@ SMALL = [
 DISTURBED = dict(**FEW, num_threads=2, max_num_batched_tokens=37, preemption_mode="swap")
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize(
     "settings", with_and_without_drafts([s | DISTURBED for s in SMALL], 6), ids=name_of
 )
@@ -341,6 +344,7 @@ SETTINGS_WITH_WINDOWS = [
 ]
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize("settings", with_and_without_drafts(SETTINGS_WITH_WINDOWS, 0), ids=name_of)
 def test_returned_blocks_do_not_change_a_bit(jobs_with_windows, kept_whole, settings):
     with closing(make_engine(**WINDOWS, **settings)) as engine:

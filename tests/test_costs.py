@@ -154,6 +154,7 @@ def test_version_and_help_load_nothing_heavy(arguments: list[str]) -> None:
     assert set(json.loads(run_python(code).splitlines()[-1])) & HEAVY == set()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("argument", ["--help", "--help-all"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_help_loads_no_engine_library(command: str, argument: str) -> None:
@@ -169,6 +170,7 @@ print(json.dumps(sorted(sys.modules)))"""
     )
 
 
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_help_adds_little_to_its_imports(command: str) -> None:
     """The goal is 0.15 s of CPU time on an idle machine. A busy machine is slower in everything, so

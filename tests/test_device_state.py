@@ -69,6 +69,7 @@ def expected() -> dict:
         return drive(engine, JOBS, aborts=False)
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -108,6 +109,7 @@ def test_outputs_equal_those_of_the_plain_engine(expected, settings, monkeypatch
     assert copies.num_copies > 20 and (num_ahead > 20) == settings.get("async_scheduling", False)
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     ("settings", "with_graphs"),
     [(dict(), True), (dict(async_scheduling=True, num_scheduler_steps=3), False)],
@@ -132,6 +134,7 @@ def plain() -> Iterator[LLMEngine]:
         yield engine
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     "seed",
     [

@@ -21,7 +21,7 @@ from quire.tests.client_forms import (
 from quire.tests.fake_engine import wait_until
 from quire.tests.workloads import assert_same, drive, drive_async, random_jobs
 
-JOBS = random_jobs(120, vocab_size=1500, seed=1)
+JOBS = random_jobs(48, vocab_size=1500, seed=1)
 # One request of the longest kind fits; the others preempt each other all the time.
 FEW = dict(block_size=8, num_gpu_blocks_override=50)
 
@@ -43,6 +43,7 @@ def assert_empty(engine: LLMEngine, num_blocks: int) -> None:
     assert not engine.has_unfinished_requests()
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -95,6 +95,7 @@ def results(
         pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("program", PROMISES)
 def test_programs(program: str, results: Results) -> None:
@@ -122,6 +123,7 @@ def test_the_small_engine_gives_the_texts_of_llm() -> None:
     assert texts == [output.outputs[0].text for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_example_of_a_processor_fails_if_it_does_nothing(tmp_path: Path) -> None:
     text = (EXAMPLES / "logits_processor.py").read_text()
@@ -133,6 +135,7 @@ def test_the_example_of_a_processor_fails_if_it_does_nothing(tmp_path: Path) -> 
     assert done.returncode == 1 and done.stderr.endswith("the processor did not run\n")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_web_application(tmp_path: Path) -> None:
     with socket.socket() as free:
@@ -165,6 +168,7 @@ def test_the_web_application(tmp_path: Path) -> None:
     assert app.returncode == 0 or app.returncode == -15
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_prefill_proxy(tmp_path: Path) -> None:
     transfer = {"kv_role": "kv_producer", "endpoint": f"ipc://{tmp_path}/kv"}

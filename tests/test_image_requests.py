@@ -58,6 +58,7 @@ def ask(llm: LLM, *parts: Any) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
+@pytest.mark.sampled(step=2)
 def test_forms_of_a_picture(seeing, tmp_path) -> None:
     _, llm = seeing
     image = picture(0)
@@ -242,6 +243,7 @@ def test_embeddings_over_http(server) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "images[1]")
 
 
+@pytest.mark.slow
 def test_the_terminal_gives_it_too(server, model, tmp_path) -> None:
     (tmp_path / "a.png").write_bytes(encoded(picture(0)))
     flags = ["--max-model-len", "512", "--num-threads", "1"]

@@ -166,6 +166,7 @@ def alone(saved) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_setting_changes_a_bit(saved, alone, name):
     kind, _, directory = saved

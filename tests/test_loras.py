@@ -84,6 +84,7 @@ def finish(engine: LLMEngine) -> dict[tuple[int, int], tuple[int, ...]]:
     return found
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("client", BLOCKING)
 def test_a_mixed_batch_gives_what_each_gives_alone(client, folder, alone, tmp_path) -> None:
     with blocking_engine(client, tmp_path, **SETTINGS) as engine:
@@ -95,6 +96,7 @@ def test_a_mixed_batch_gives_what_each_gives_alone(client, folder, alone, tmp_pa
             engine.add_lora(LoRARequest("none", 9, str(tmp_path / "nowhere")))
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("client", ASYNCIO)
 def test_asyncio(client, folder, alone) -> None:
     async def run() -> None:

@@ -58,6 +58,7 @@ def expected(model, jobs):
     return run_alone(common(model), jobs)
 
 
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize("settings", settings_with(FEW), ids=name_of)
 def test_drafts_of_a_head_change_no_bit(model, jobs, expected, settings):
     settings = common(model) | settings | dict(speculative_config=DRAFTING)

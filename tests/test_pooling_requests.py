@@ -45,6 +45,7 @@ def expected(llm) -> np.ndarray:
     return llm.embed(TEXTS, as_array=True, use_tqdm=False)
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("client", BLOCKING)
 def test_every_blocking_client_gives_the_same_bits(client, expected, tmp_path) -> None:
     with blocking_engine(client, tmp_path) as engine:
@@ -72,6 +73,7 @@ def test_every_blocking_client_gives_the_same_bits(client, expected, tmp_path) -
         assert metrics["num_finished_timeout"] == 1
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("client", ASYNCIO)
 def test_every_asyncio_client_gives_the_same_bits(client, expected) -> None:
     async def main() -> None:

@@ -46,6 +46,7 @@ def test_doctor_reads_it(model: Path) -> None:
     assert {name for name, finding in findings.items() if finding.status == "fail"} == set()
 
 
+@pytest.mark.sampled(step=3)
 def test_sleep_and_other_weights(model: Path) -> None:
     """The answers are the same after sleep, and after a reload from and to other formats."""
     with LLM(str(BUNDLED), **SETTINGS) as llm:

@@ -42,6 +42,14 @@ def read_blocks(page: str) -> list[tuple[str, str, str]]:
     return found
 
 
+# Of other pages with `pytest -m slow tests/test_readme.py`.
+RUN_EACH_TIME = {
+    "README.md",
+    *("docs/extending.md", "docs/from-vllm.md", "docs/python.md"),
+    "docs/structured-output-and-tools.md",
+}
+
+
 def blocks_to_run() -> list[tuple[str, int, str, str]]:
     """Return (page, index, language, code) of the blocks to run. A comment above a block says why
     it is not run.
@@ -123,7 +131,11 @@ def runs(
 @pytest.mark.parametrize(
     ("place", "page", "language", "code"),
     [
-        pytest.param(f"{page}-{i}", page, *rest, id=f"{page}-{i}")
+        pytest.param(
+            *(f"{page}-{i}", page, *rest),
+            id=f"{page}-{i}",
+            marks=[] if page in RUN_EACH_TIME else pytest.mark.slow,
+        )
         for page, i, *rest in blocks_to_run()
     ],
 )

@@ -33,6 +33,7 @@ def test_in_chunks_of_16():
         assert num_right(llm, samples(4)) >= 4
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_under_preemption(mode):
     """The two prompts just fit, but not their answers: one request is preempted in the middle of

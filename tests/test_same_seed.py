@@ -109,6 +109,7 @@ def test_in_a_batch_of_64(alone):
     assert most_running >= 64
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize(
     ("settings", "counter"),
     [
@@ -158,12 +159,14 @@ def test_with_a_warm_cache(alone):
     )
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("client", BLOCKING)
 def test_through_every_blocking_client(alone, client, tmp_path: Path):
     with blocking_engine(client, tmp_path) as engine:
         assert_same(JOBS, drive(engine, JOBS), alone)
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("client", ASYNCIO)
 def test_through_every_asyncio_client(alone, client):
     async def main() -> dict[str, Result]:

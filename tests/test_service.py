@@ -177,6 +177,7 @@ def open_llm(model: str, engine: str, **arguments) -> LLM:
     return LLM(model, engine=engine, dtype="float32", max_model_len=512, num_threads=1, **arguments)
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     ("engine", "arguments"),
     [

@@ -98,6 +98,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: ",".join(map(str, s)))
 def test_speculation_changes_no_bit(jobs, expected, settings):
     settings = settings | {"num_scheduler_steps": 0, "speculative_config": NGRAM}
@@ -172,6 +173,7 @@ DRAFT_SETTINGS = [
 ]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("settings", DRAFT_SETTINGS, ids=lambda s: ",".join(map(str, s)))
 def test_a_draft_model_changes_no_bit(jobs, expected, settings):
     """The model itself as its draft model: all drafts of rows without stages are right, also after
@@ -210,6 +212,7 @@ HEAD_SETTINGS = [
 ]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(("method", "settings"), HEAD_SETTINGS)
 def test_a_head_changes_no_bit(method, settings, jobs, expected, tmp_path):
     """Random heads, whose drafts are accepted by chance only."""

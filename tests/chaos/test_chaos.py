@@ -86,10 +86,9 @@ def run(
     assert state["requests"] == [], state["requests"]
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "is_hybrid", [False, pytest.param(True, marks=pytest.mark.chaos)], ids=["bundled", "hybrid"]
-)
+@pytest.mark.parametrize("is_hybrid", [False, True], ids=["bundled", "hybrid"])
 def test_each_fault_once(tmp_path: Path, is_hybrid: bool) -> None:
     run(tmp_path, 0, (0.2, 1.0), is_hybrid)
 

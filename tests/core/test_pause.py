@@ -224,6 +224,7 @@ def test_a_later_failure_is_answered_and_counted():
     assert core.observer.get_metrics()["num_failed_utilities"] == 1
 
 
+@pytest.mark.sampled
 @every_form
 @pytest.mark.parametrize("seed", range(4))
 def test_no_pause_and_no_sleep_changes_an_output(form, seed):

@@ -146,7 +146,7 @@ def make_tight_core(spare_blocks: int, **arguments) -> EngineCore:
     return make_core(**arguments, num_gpu_blocks_override=1 + needed + spare_blocks)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
     num_jobs=st.integers(1, 30),
@@ -178,7 +178,7 @@ IMAGE_SETTINGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
     num_jobs=st.integers(1, 20),
@@ -195,7 +195,7 @@ def test_no_setting_changes_an_output_about_images(seed, num_jobs, arguments, of
     assert_nothing_left(core)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.sampled_from([17, 30, 1000]),
@@ -219,6 +219,7 @@ def test_whole_prompts_give_the_same_outputs(seed, num_blocks, policy, vision):
     assert_nothing_left(core)
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -277,7 +278,7 @@ def test_a_warm_cache_gives_the_same_outputs():
     )
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32), cut=st.integers(1, 60))
 def test_a_second_engine_continues_after_the_first_one_died(seed, cut):
     jobs = [Job(job.request, 0, 0, None) for job in random_jobs(seed, 12, families=False)]

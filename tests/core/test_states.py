@@ -105,6 +105,7 @@ def answer(loop: Loop, name: str, prompt: list[int], max_tokens: int = 8, **fiel
     return tokens
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("interval", [128, 512])
 @pytest.mark.parametrize(
     ("num_prompt", "num_output"), [(700, 5), (700, 90), (1000, 200), (64, 300)]

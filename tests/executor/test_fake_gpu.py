@@ -73,6 +73,7 @@ def test_a_fake_gpu_refuses_what_a_gpu_refuses() -> None:
         assert y.sum() == 6 and x.cpu().sum() == 6 and there.tolist() == [[2.0] * 3] * 2
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize("method", SPECULATION)
 def test_drafts_are_the_cpus_and_change_no_token(method: str, expected: list[Any]) -> None:
     """From graphs: what a head or its model reads is there after a capture, which runs the pass."""
@@ -97,6 +98,7 @@ def test_a_quantized_checkpoint_stays_packed(tmp_path: Path) -> None:
     assert plans[1].keeps_blocks and plans[1].weights_bytes == plans[0].weights_bytes
 
 
+@pytest.mark.slow
 def test_fp8_stays_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The CPU unpacks it and rounds the weights, so that probabilities differ a little."""
     write_quantized(tmp_path / "model", find_model_directory("bundled"), "fp8")

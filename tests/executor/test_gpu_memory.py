@@ -55,6 +55,7 @@ def fresh(model: str | Path, **settings: Any) -> list[list[int]]:
         return tokens(llm)
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(("level", "kind"), [(1, "qwen3"), (2, "qwen3_next")])
 def test_an_engine_sleeps_and_wakes_up(
     level: int, kind: str, tiny: Callable[..., Path], gpu: FakeGpu
@@ -73,6 +74,7 @@ def test_an_engine_sleeps_and_wakes_up(
     assert gpu.allocated == gpu.num_graphs == 0
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(("kind", "sleeps"), [("qwen3_next", False), ("qwen3", True)])
 def test_new_weights_have_new_graphs(
     kind: str, sleeps: bool, tiny: Callable[..., Path], gpu: FakeGpu
@@ -92,6 +94,7 @@ def test_new_weights_have_new_graphs(
     assert gpu.allocated == 0
 
 
+@pytest.mark.slow
 def test_what_drafts_sleeps_too(gpu: FakeGpu) -> None:
     with start("bundled", speculative_config=DRAFTS | {"model": heads.trained("eagle3")}) as llm:
         expected, awake, graphs = tokens(llm), gpu.allocated, gpu.num_graphs
@@ -105,6 +108,7 @@ def test_what_drafts_sleeps_too(gpu: FakeGpu) -> None:
     assert gpu.allocated == gpu.num_graphs == 0
 
 
+@pytest.mark.slow
 def test_two_engines_share_a_gpu(tiny: Callable[..., Path], gpu: FakeGpu) -> None:
     """The second has what the first leaves of its share, and both compute in turn."""
     models = [tiny("qwen3"), tiny("qwen3", seed=1)]

@@ -34,6 +34,7 @@ print(json.dumps([before, runs(), function.__module__, has_finder]))
 """
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     "processors, is_deferred", [("[]", "true"), ('["some.package:factory"]', "false")]
 )

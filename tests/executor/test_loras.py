@@ -117,6 +117,7 @@ def write_adapters(model: Path, directory: Path, count: int = 3) -> list[Path]:
     return paths
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kind",
     [

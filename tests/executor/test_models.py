@@ -382,6 +382,7 @@ def test_long_prompt_is_token_exact(kind, overrides, tiny, oracle):
     assert_same_as_oracle(row, oracle_logprobs(oracle(directory), row))
 
 
+@pytest.mark.sampled
 @needs_native
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize(
@@ -446,6 +447,7 @@ def test_bits_of_states_depend_neither_on_the_batch_nor_on_chunks(variant, quant
         assert [expected] == bits(generate(executor, [prompt], 8, greedy(logprobs=4)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("isa", ["auto", "none"])
 @pytest.mark.parametrize(
     "variant",

@@ -23,6 +23,7 @@ def outputs(executor: Worker) -> list[list[int]]:
     return [row.output for row in generate(executor, PROMPTS, 12)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("tags", [["kv_cache"], ["kv_cache", "weights"]])
 def test_the_same_model_wakes_up(tiny, kind, tags):
@@ -97,6 +98,7 @@ def test_sleep_releases_memory(tiny, tmp_path):
     assert again - deep_sleep > 0.9 * (128 + 75) * MIB
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_new_weights_compute_what_a_fresh_engine_computes(tiny, dtype):
     executor, fresh = (start_executor(tiny(seed=seed), dtype=dtype) for seed in (0, 1))

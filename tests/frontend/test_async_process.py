@@ -41,6 +41,7 @@ async def read(
     return [output async for output in llm.generate(list(prompt), params, request_id)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["aclose", "cancel", "abort"])
 @pytest.mark.parametrize(
     "settings", [{}, {"async_scheduling": True}, {"num_scheduler_steps": 4}], ids=str

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from quire.kernels.moe import Experts
@@ -25,6 +26,9 @@ from torch.overrides import TorchFunctionMode
 # (tests/kernels/triton/).
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# of tests that show, in minutes in the interpreter, what others show there or on the CPU
+slow_if_interpreted = pytest.mark.slow if INTERPRETED else lambda test: test
+
 if INTERPRETED:
     from quire.tests.kernels.triton.guard import reachable
 else:

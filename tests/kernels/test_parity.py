@@ -14,7 +14,15 @@ from quire.kernels.ops import kv_cache_row
 from quire.kernels.registry import Facts, Implementation
 from quire.tests.kernels import cases
 from quire.tests.kernels.attention_cases import attention_case, context_slots, make_metadata
-from quire.tests.kernels.case import GPU, INTERPRETED, Case, copies, on_gpu, rand
+from quire.tests.kernels.case import (
+    GPU,
+    INTERPRETED,
+    Case,
+    copies,
+    on_gpu,
+    rand,
+    slow_if_interpreted,
+)
 from quire.tests.kernels.state_cases import STATE_OPS
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -108,6 +116,7 @@ def test_agrees_with_torch_in_fp64(op, dtype, implementation):
         check_close(case, implementation, dtype)
 
 
+@slow_if_interpreted  # the reference agrees with torch, too
 @pytest.mark.parametrize(
     ("op", "dtype", "implementation"), [m for m in MODEL_OPS if m[2].name != "reference"], ids=label
 )

@@ -27,6 +27,7 @@ IN_TURNS = {
 }
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(("kind", "number"), [*((kind, 2) for kind in IN_TURNS), ("weights", 4)])
 def test_owners_whose_requests_arrive_in_turns(kind: str, number: int) -> None:
     """All requests are equal and arrive at once, in turns, which a rule that looks at the sum of

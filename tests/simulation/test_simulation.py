@@ -11,7 +11,7 @@ import random
 import pytest
 from quire.tests.simulation.run import Outcome, simulate
 
-NUM_SEEDS, NUM_PARTS = 1000, 10  # in the normal run, the same seeds each time
+NUM_SEEDS, NUM_PARTS = 1000, 10  # the same seeds each time
 SEED = int(os.environ.get("SIMULATION_SEED", 0))  # of the first run
 # seeds of runs in which a request was lost, kept or blamed once
 FOUND = (1117589025, 2001696, 2004409, 2006239, 1000000611, 1000008214)
@@ -43,6 +43,7 @@ def check(first: int, number: int) -> None:
     assert sum(outcome.num_innocent for outcome in outcomes) < num_requests / 20
 
 
+@pytest.mark.sampled(step=5)
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_no_seed_loses_repeats_or_changes_a_token(part: int) -> None:
     number = NUM_SEEDS // NUM_PARTS
@@ -61,5 +62,5 @@ def test_many_new_seeds() -> None:
 
 
 def test_a_seed_is_always_the_same_run() -> None:
-    for seed in range(40):
+    for seed in range(10):
         assert run(seed) == run(seed)

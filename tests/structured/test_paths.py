@@ -69,6 +69,7 @@ def expected() -> list:
     return result
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -58,6 +58,7 @@ def make_llm(kind: str, directory: Path, **settings: Any) -> LLM:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", [{}, {"sample_tokens": "reference", "rms_norm": "reference"}])
 @pytest.mark.parametrize("kind", ["mtp", "eagle3"])
 def test_drafts_are_those_of_the_same_head_in_torch(kind, kernels, target, tmp_path, monkeypatch):

@@ -19,7 +19,6 @@ from quire.kernels.cpu.native.library import library
 from quire.tests.gguf_hybrids import write_hybrid_gguf
 from quire.tests.mtp_checkpoints import INDEXED, NEMOTRON, QWEN, TorchHead, save_with_head
 from quire.tests.quantized_checkpoints import write_quantized
-from quire.tests.samples import every
 from quire.tests.tiny_models import save_tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -107,6 +106,7 @@ def num_right(head: TorchHead, seen: list[Drafts], answers: list[list[int]]) -> 
     return total
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_drafts_are_those_of_the_same_head_in_torch(kind, checkpoint, monkeypatch):
     """Of two requests in chunks, beside each other."""
@@ -120,8 +120,9 @@ def test_logits_and_drafts_are_those_of_the_same_head_in_torch(kind, checkpoint,
 CHAINS = [("deepseek_v3", 3), ("glm4_moe", 2), ("qwen3_5_text", 2), (NEMOTRON, 4)]
 
 
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize(
-    ("kind", "num_heads", "is_right"), every(3, ((*c, r) for r in (False, True) for c in CHAINS))
+    ("kind", "num_heads", "is_right"), [(*c, r) for r in (False, True) for c in CHAINS]
 )
 def test_heads_in_a_chain(kind, num_heads, is_right, tmp_path, monkeypatch):
     """Each makes a draft, and the last one those that are left: the drafts and the number of
@@ -172,9 +173,10 @@ SIZES = {  # AWQ and GPTQ have words of eight rows
 }
 
 
+@pytest.mark.sampled(step=8)
 @pytest.mark.parametrize(
     ("kind", "format", "unnamed", "options", "is_right"),
-    every(3, ((*case, right) for right in (False, True) for case in QUANTIZED)),
+    [(*case, right) for right in (False, True) for case in QUANTIZED],
 )
 def test_heads_of_quantized_checkpoints(
     kind, format, unnamed, options, is_right, tmp_path, monkeypatch

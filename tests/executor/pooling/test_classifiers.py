@@ -46,6 +46,7 @@ def logits(directory: Path, auto: str) -> list[np.ndarray]:
         return [model(torch.tensor([text])).logits[0].numpy() for text in TEXTS]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(("kind", "auto", "changes"), CASES)
 def test_logits_equal_those_of_transformers(tmp_path, kind, auto, changes):
     directory = save_tiny_encoder(tmp_path, kind, auto, pad_token_id=0, **changes)

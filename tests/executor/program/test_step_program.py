@@ -97,6 +97,7 @@ def assert_same_bits(rows: list[Row], others: list[Row]) -> None:
             )
 
 
+@pytest.mark.sampled
 @needs_native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", MODELS)

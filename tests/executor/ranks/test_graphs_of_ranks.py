@@ -42,6 +42,7 @@ def captured(gpu: FakeGpu) -> list[int]:
     return of_ranks[0]
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize(
     ("kind", "size", "num_stages"),
     [("qwen3", 2, 1), ("qwen3_next", 2, 2), ("gemma3n_text", 1, 2)],
@@ -57,6 +58,7 @@ def test_graphs_change_no_token(tiny: Any, kind: str, size: int, num_stages: int
         ranks.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "num_stages"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow)]
 )

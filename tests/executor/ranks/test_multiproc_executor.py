@@ -73,6 +73,7 @@ def test_tokens_equal_those_of_one_rank(ranks, tiny) -> None:
     assert several == [row.output for row in generate(ranks, prompts, 20, params)]
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize(
     ("kind", "size", "arguments"),
     [
@@ -237,6 +238,7 @@ def test_a_model_that_cannot_be_loaded(tiny, tmp_path) -> None:
     assert are_gone(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has the GPUs")
 def test_a_machine_that_lacks_the_gpus(tiny) -> None:
     before = psutil.Process().children()
@@ -283,6 +285,7 @@ def test_a_rank_that_is_killed_with_steps_in_flight(own_core, tiny, rank: int) -
     assert are_gone(pids)
 
 
+@pytest.mark.slow
 def test_a_rank_that_others_wait_for_is_killed(tiny) -> None:
     executor = start(make_config(tiny("qwen2"), tensor_parallel_size=2))
     pids = pids_of(executor)

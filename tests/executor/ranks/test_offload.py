@@ -69,6 +69,7 @@ def counts(engine: LLMEngine, *names: str) -> list[int]:
     return [metrics[name] for name in names]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.skipif(library is None, reason="torch's kernels do not promise the same bits")
 @pytest.mark.parametrize(
     ("kind", "size", "num_stages"),
@@ -168,6 +169,7 @@ def test_a_rank_whose_file_fails_is_an_answer(tiny, call, tmp_path):
         assert counts(engine, "num_blocks_reloaded") == [0]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("kind", ["cut", "zeros", "bits", "gone"])
 def test_a_damaged_file_of_one_rank_costs_time_and_no_token(tiny, kind, tmp_path):
     model, prompts = tiny(HYBRID, vocab_size=1000), conversations(14, 5)
@@ -203,6 +205,7 @@ def test_a_rank_that_gets_no_file_refuses_the_start(tiny, tmp_path):
                 pass
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     ("kind", "size", "num_stages", "num_seeds"),
     [
@@ -288,6 +291,7 @@ def test_sleep_and_new_weights(tiny, tmp_path):
         assert counts(engine, "num_blocks_reloaded") == loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [

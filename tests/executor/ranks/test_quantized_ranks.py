@@ -65,6 +65,7 @@ def numbers(row: Row) -> list[float]:
     return [float(one[1][0]) for one in (row.logprobs[0], *of_prompt)]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     ("kind", "format", "size", "num_stages"),
     [

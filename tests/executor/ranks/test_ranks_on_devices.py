@@ -18,6 +18,7 @@ from quire.tests.executor.rank_threads import RankThreads
 from quire.tests.executor.ranks.test_steps_in_flight import check_equal, jobs_of, run_jobs
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 3), (2, 2)])
 def test_state_on_the_device(tiny, monkeypatch, size: int, num_stages: int) -> None:
     """With steps in flight and few blocks; operation by operation, as on a GPU."""
@@ -38,6 +39,7 @@ def test_state_on_the_device(tiny, monkeypatch, size: int, num_stages: int) -> N
     ranks.shutdown()
 
 
+@pytest.mark.slow
 def test_processes_that_share_no_memory(tiny) -> None:
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     config = make_config(tiny("qwen2"), **sizes)

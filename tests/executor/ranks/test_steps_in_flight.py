@@ -72,6 +72,7 @@ def run_jobs(executor: Any, config: Any, jobs: list[Job]) -> tuple[dict[str, Ans
     return answers, core
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize(
     ("size", "num_stages", "num_seeds", "mode"),
     [
@@ -124,6 +125,7 @@ def without_drafts_and_ranks(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, scheduler_config=scheduling, device_config=device)
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     ("method", "size", "num_stages"),
     [
@@ -185,6 +187,7 @@ def test_several_passes_of_a_step_go_round_the_stages(
     stages.shutdown()
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize(
     ("kind", "size", "num_stages"),
     [("qwen3_5_text", 1, 2), ("lfm2", 2, 1), ("granitemoehybrid", 2, 2)],

@@ -75,6 +75,7 @@ def look_ahead(
     return rows
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", MODELS)

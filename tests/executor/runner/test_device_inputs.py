@@ -134,6 +134,7 @@ def assert_same_metadata(mine: AttentionMetadata, oracle: AttentionMetadata) -> 
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("windows", [(0,), (0, 9, 9)], ids=["one group", "three groups"])
 @pytest.mark.parametrize("has_buffers", [False, True])
 def test_random_lives_of_slots(has_buffers, windows):

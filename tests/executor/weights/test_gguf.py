@@ -115,6 +115,7 @@ def test_every_tensor_lands_in_its_place(kind, checkpoint, tmp_path):
     assert all(torch.allclose(loaded[name], stored[name], rtol=3e-7) for name in stored)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("type", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "Q4_K"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "llama 3", "gemma3"])
 def test_greedy_tokens_are_those_of_transformers(kind, type, checkpoint, tmp_path):

@@ -64,6 +64,7 @@ def test_a_missing_model_ends_the_server_with_its_name() -> None:
     )
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_and_its_engine(number: int) -> None:
     with running_server() as client:
@@ -85,6 +86,7 @@ def test_an_ignored_interrupt_stays_ignored_and_the_server_says_so() -> None:
         assert "active requests" not in client.log() and "Traceback" not in client.log()
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     ("flag", "value"), [("--chat-template", "missing.jinja"), ("--tool-call-parser", "mine")]
 )

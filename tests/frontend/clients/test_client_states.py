@@ -24,6 +24,9 @@ from quire.tests.frontend.clients.driver import (
     start_requests,
 )
 
+# test_client.py has every form in each run
+pytestmark = pytest.mark.sampled(step=3)
+
 
 def test_pause_keep_and_resume(open_driver):
     driver, requests, collector = start_requests(open_driver)

@@ -90,6 +90,7 @@ def tokens(outputs) -> list[list[int]]:
 # ---------------------------------------------------------------- with the model
 
 
+@pytest.mark.sampled(step=2)
 def test_a_fork_gets_an_error_and_the_parent_continues(engine) -> None:
     llm = llm_over(engine)
     before = tokens(llm.generate(PROMPTS, SHORT, use_tqdm=False))

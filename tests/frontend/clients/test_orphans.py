@@ -115,6 +115,7 @@ def nothing_remains(directory: Path, script: str, longest_s: float, seed: int) -
         send(signal.SIGKILL, processes_of(mark))
 
 
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_kills(tmp_path, seed):
     nothing_remains(tmp_path / "files", FAKE, 1.5, seed)

@@ -113,6 +113,7 @@ def read_chat(answer: httpx.Response, streams: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 def test_completions(over: httpx.Client, offline: list, streams: bool) -> None:
     for setting, expected in zip(SETTINGS, offline, strict=True):

@@ -243,6 +243,7 @@ def engine_of(client: httpx.Client) -> psutil.Process | None:
     return None
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     ("num_streams", "flags"),
     [(0, ()), pytest.param(5, (), marks=pytest.mark.slow), (5, ("--standby",))],
@@ -276,6 +277,7 @@ def test_streams_that_take_too_long_end_with_the_reason() -> None:
         assert client.process.wait(timeout=60) == 0 and "Traceback" not in client.log()
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_at_once(sent: signal.Signals, code: int) -> None:
     with busy_server(5000, "--drain-timeout-s", "300") as (client, streaming, _):
@@ -315,6 +317,7 @@ def test_an_engine_that_dies_while_the_server_drains() -> None:
         assert "Traceback" not in client.log() and "\nquire: " in client.log()
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_the_last_restart_is_followed_by_the_end_of_the_server(restarts: int) -> None:
     with running_server("--engine-restarts", str(restarts)) as client:
@@ -330,6 +333,7 @@ def test_the_last_restart_is_followed_by_the_end_of_the_server(restarts: int) ->
         assert client.log().count("starting it again") == restarts
 
 
+@pytest.mark.slow
 def test_a_standby_takes_over_and_is_shown() -> None:
     with running_server("--standby") as client:
 
@@ -377,6 +381,7 @@ def test_it_serves_with_a_full_disk_behind_its_log(tmp_path: Path) -> None:
         assert process.wait(timeout=60) == 0
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_it_drains_after_the_reader_of_its_log_has_ended(
     tmp_path: Path, sent: signal.Signals, code: int
@@ -396,6 +401,7 @@ def test_it_drains_after_the_reader_of_its_log_has_ended(
         assert process.wait(timeout=60) == code
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     ("flags", "code", "sentence"),
     [
@@ -458,6 +464,7 @@ def test_the_level_of_the_log() -> None:
     assert "ready: " in quiet  # what the program tells its user is no log
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

@@ -311,6 +311,7 @@ def of_messages(answer: httpx.Response, streams: bool) -> tuple[str, list[Any], 
     return text, calls, events[-2]["delta"]["stop_reason"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", BODIES)
 def test_arguments_leave_as_an_object_or_not_at_all(path, streams) -> None:

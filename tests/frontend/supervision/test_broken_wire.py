@@ -60,6 +60,7 @@ class Relay:
                 target.sendall(data)
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("kind", [Blocking, Asyncio])
 def test_a_changed_message_ends_the_engine_and_requests_continue(kind: type, monkeypatch) -> None:
     """Long before step_timeout_s."""
@@ -77,6 +78,7 @@ def test_a_changed_message_ends_the_engine_and_requests_continue(kind: type, mon
         engine.close()
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("kind", [Blocking, Asyncio])
 def test_a_lost_message_is_noticed(kind: type, monkeypatch) -> None:
     num_received = 0

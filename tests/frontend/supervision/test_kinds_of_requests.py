@@ -101,6 +101,7 @@ def shown(output: RequestOutput) -> list:
     ]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_continues(
     loop: asyncio.Runner, engine: Engine, undisturbed: dict[str, RequestOutput], kind: str
@@ -116,6 +117,7 @@ def test_it_continues(
     assert metrics.prefill_time < metrics.decode_time
 
 
+@pytest.mark.slow
 def test_streams_with_drafts_continue(
     loop: asyncio.Runner, undisturbed: dict[str, RequestOutput], tmp_path: Path
 ) -> None:

@@ -23,6 +23,8 @@ from quire.tests.frontend.supervision.test_supervised_client import (
     some_requests,
 )
 
+pytestmark = pytest.mark.sampled(step=2)  # blocking code in one test, asyncio's in the next
+
 
 @pytest.fixture(params=[Blocking, Asyncio])
 def open_engine(request):

@@ -29,6 +29,8 @@ from quire.ipc.params import RequestOutputKind, child_seed
 from quire.tests.fake_engine import COMMAND, Hold, daemon, open_blocking, wait_until
 from quire.tests.fakes import expected_output, make_config, weights_digest
 
+pytestmark = pytest.mark.sampled(step=2)  # blocking code in one test, asyncio's in the next
+
 POISON = 96  # the token that ends the engine; other prompts do not have it
 
 
@@ -217,6 +219,7 @@ def test_an_idle_engine_is_replaced_by_the_next_call(open_engine) -> None:
     assert_expected(requests, engine.generate(requests), engine.client.ready.config)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
 @pytest.mark.parametrize("after", [1, 5])
 def test_a_poison_request_ends_alone(open_engine, number: int, after: int) -> None:

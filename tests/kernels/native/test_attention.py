@@ -205,6 +205,7 @@ def test_a_token_is_the_same_bits_in_any_chunk_batch_and_pool(kind, data):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [(), (70,), (SPLIT + 5, 4.0, make_sinks(6))], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_contexts_that_are_summed_in_pieces(kind, options):
@@ -230,6 +231,7 @@ def test_the_bits_are_the_same_on_every_instruction_set(isa):
             check_in_steps(requests, 16, lambda n: int(torch.randint(n + 1, ())), options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_largest_heads_in_blocks_that_are_apart(isa, kind):
     torch.manual_seed(13)
@@ -240,6 +242,7 @@ def test_the_largest_heads_in_blocks_that_are_apart(isa, kind):
         assert same_bits(torch.cat(results), request.expected), sizes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", ["key", "value"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -253,6 +256,7 @@ def test_non_finite_values_do_not_affect_earlier_tokens(isa, kind, bad, what):
         assert not result[77:].isfinite().any(-1).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", ["keys", "values"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_values_before_a_window_have_no_effect(isa, kind, what):
@@ -277,6 +281,7 @@ def test_values_before_a_window_have_no_effect(isa, kind, what):
     assert same_bits(cache.step([request], [0], [1], (window,))[0], request.expected[-1:])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("heads", [(14, 2, 64), (2, 1, 256)], ids=str)
 @pytest.mark.parametrize(
     ("query_lens", "contexts"), [([1], [16384]), ([1, 1], [5, 9001]), ([20], [8200])], ids=str

@@ -40,6 +40,7 @@ def attend(
     return encoder_attention(query, key, value, metadata, heads[2] ** -0.5, *options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "options"), FORMS, ids=lambda form: str(form[:1]))
 def test_a_text_is_the_same_bits_alone_and_in_any_batch(isa, heads, options, dtype):

@@ -36,6 +36,7 @@ def shapes(type: str) -> list[tuple[int, int]]:
     return [(rows, columns) for rows, columns in found if columns % block_type(type).columns == 0]
 
 
+@pytest.mark.sampled
 @types
 @dtypes
 def test_the_bits_are_the_references_for_any_number_of_rows_and_threads(isa, type, dtype):

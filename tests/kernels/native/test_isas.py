@@ -67,6 +67,7 @@ def only(case: Case, rows: slice, op: str) -> Case:
     return replace(case, args=args)
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize(("op", "dtype"), NATIVE, ids=label)
 def test_agrees_with_torch_in_fp64(isa, op, dtype):
     torch.manual_seed(0)
@@ -74,6 +75,7 @@ def test_agrees_with_torch_in_fp64(isa, op, dtype):
         check_close(case, native(op), dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("op", "dtype"), BY_ROWS, ids=label)
 def test_a_row_is_the_same_bits_alone_and_among_any_number(isa, op, dtype):
     torch.manual_seed(6)
@@ -93,6 +95,7 @@ def test_a_row_is_the_same_bits_alone_and_among_any_number(isa, op, dtype):
                 assert same_bits(result, expected[start:end]), f"{case.name}, rows {start} to {end}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("op", "dtype"), BY_ROWS, ids=label)
 def test_rows_of_nan_and_of_infinity_do_not_affect_others(isa, op, dtype):
     torch.manual_seed(7)
@@ -110,6 +113,7 @@ def test_rows_of_nan_and_of_infinity_do_not_affect_others(isa, op, dtype):
             assert same_bits(result[kept], expected[kept]), case.name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_cache_in_int8_has_the_references_bytes_and_its_attention(isa, dtype):
     torch.manual_seed(9)

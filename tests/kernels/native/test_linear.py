@@ -61,6 +61,7 @@ def test_error_against_fp64_is_no_worse_than_torch(isa, shape, dtype):
     assert errors[0] <= 1.5 * max(errors[1], 2**-9 if dtype == torch.bfloat16 else 2**-23)
 
 
+@pytest.mark.sampled
 @dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -39,6 +39,7 @@ def make(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[Tenso
     ), normal(out_features, dtype=dtype, seed=1)
 
 
+@pytest.mark.sampled
 @bits
 @dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

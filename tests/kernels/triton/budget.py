@@ -37,6 +37,20 @@ from triton.runtime.jit import JITFunction
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 # bytes that one program may have, by architecture
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+# The budgets that each run compiles: kernels of ordinary decoders, and some others that take a
+# second or two. The older architecture is compiled once.
+IN_EACH_RUN = {"rms_norm, H = 896": (80, 90)} | dict.fromkeys(
+    (
+        *("rms_norm, heads of D = 128", "fused_add_rms_norm, H = 3584", "norm, 896 x 1152"),
+        *("silu_and_mul", "gather_rows", "rotary, D = 128", "rotary and cache, D = 64"),
+        *("reshape_and_cache", "copy_blocks", "decode 7B", "prefill 7B"),
+        *("argmax", "sample_tokens, no filters", "random_gumbel", "gather_logprobs, 20"),
+        *("apply_penalties", "apply_grammar_bitmask", "prepare_step_inputs"),
+        *("append_sampled_tokens", "route_experts, E = 128", "count_experts"),
+        *("gated_delta_rule", "selective_scan", "altup_predict"),
+    ),
+    (90,),
+)
 # 16 bytes per thread, or a tile by the copy engine
 WIDE_LOAD = r"\b(?:LDG|LDGSTS)\S*\.128\b|\bUTMALDG\b"
 
@@ -155,18 +169,14 @@ class Budget:
 
 
 def combinations(budgets: Iterable[Budget]) -> list[Any]:
-    """Pairs of a budget and an architecture. In the normal run the older one is compiled for the
-    first budget of each file only.
-    """
-    pairs, is_first = [], True
-    for budget, arch in itertools.product(budgets, SHARED_MEMORY):
-        if arch in budget.archs:
-            is_left_out = arch == 80 and not is_first
-            pairs.append(
-                pytest.param(budget, arch, marks=[pytest.mark.slow] if is_left_out else [])
-            )
-            is_first &= arch != 80
-    return pairs
+    """Pairs of a budget and an architecture. Those that are not IN_EACH_RUN are slow."""
+    return [
+        pytest.param(
+            budget, arch, marks=[] if arch in IN_EACH_RUN.get(budget.name, ()) else pytest.mark.slow
+        )
+        for budget, arch in itertools.product(budgets, SHARED_MEMORY)
+        if arch in budget.archs
+    ]
 
 
 def bf16(*shape: int) -> torch.Tensor:

@@ -82,6 +82,7 @@ def assert_same(oracle: Any, path: Path, model_impl: str = "transformers") -> No
     assert_greedy(oracle, row)
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     oracle = save_tiny_fallback(tmp_path, model_type, **SPECIAL.get(model_type, {}))

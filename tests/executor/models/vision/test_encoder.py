@@ -30,6 +30,7 @@ def saved(request, tmp_path_factory):
     return request.param, save_tiny_vision_model(directory, request.param), directory
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("isa", ["auto", "none"])
 def test_rows_equal_those_of_transformers(saved, isa):
     kind, model, directory = saved

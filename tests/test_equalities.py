@@ -21,7 +21,7 @@ from quire.tests.client_forms import (
 from quire.tests.fake_engine import wait_until
 from quire.tests.workloads import assert_same, drive, drive_async, random_jobs
 
-JOBS = random_jobs(48, vocab_size=1500, seed=1)
+JOBS = random_jobs(60, vocab_size=1500, seed=1)
 # One request of the longest kind fits; the others preempt each other all the time.
 FEW = dict(block_size=8, num_gpu_blocks_override=50)
 
@@ -70,7 +70,7 @@ def test_settings_do_not_change_outputs(expected, settings):
         assert_empty(engine, settings.get("num_gpu_blocks_override", MANY_BLOCKS))
         if settings.items() >= FEW.items():
             # otherwise the test would prove nothing
-            assert engine.client.call_utility("get_metrics")["num_preemptions"] > 10
+            assert engine.client.call_utility("get_metrics")["num_preemptions"] > 5
     finally:
         engine.shutdown()
 

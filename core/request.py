@@ -117,12 +117,13 @@ def split(message: EngineCoreRequest) -> list[EngineCoreRequest]:
 @dataclass(slots=True, eq=False)
 class RequestOwner:
     """Who sends requests. `served`: computed tokens divided by `weight`; only differences between
-    owners have a meaning.
+    owners have a meaning. `is_background`: it gives way to others, see scheduling/shares.py.
     """
 
     identity: tuple[int, str] = (0, "")  # client index, name
     served: float = 0.0
     weight: float = 1.0
+    is_background: bool = False
     num_requests: int = 0  # unfinished ones
     waiting: list[Request] = field(default_factory=list)  # sorted by key
 

@@ -80,7 +80,8 @@ class LLMEngine(BlockingCalls):
         Without it the current span is the parent.
 
         `owner`: for whom it is, at most 256 characters. Owners share the engine fairly, in
-        proportion to `owner_weight` (0.001 to 1000); `priority` orders the requests of one owner.
+        proportion to `owner_weight` (0.001 to 1000); 0: in the background, it computes what others
+        leave. `priority` orders the requests of one owner.
 
         `lora_request`: the adapter, which the engine reads if it is not in memory; with
         load_inplace it is read again now.

@@ -111,7 +111,14 @@ def require_owner(name: Any, weight: Any) -> None:
         name,
     )
     require_text("owner", name)
-    require_weight("owner_weight", weight)
+    _require_owner_weight(weight)
+
+
+def _require_owner_weight(weight: Any) -> None:
+    low, high = OWNER_WEIGHTS
+    in_range = is_finite(weight) and (weight == 0 or low <= weight <= high)
+    wanted = f"0 (in the background) or a number between {low} and {high}"
+    require_kind(in_range, "owner_weight", wanted, weight)
 
 
 def require_weight(parameter: str, weight: Any) -> None:

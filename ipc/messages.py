@@ -106,6 +106,10 @@ def digest_of(pixels: Array, grid: tuple[int, int]) -> bytes:
     return digest.digest()
 
 
+# Of owners in the background: what slots and blocks they keep when others want them.
+BACKGROUND_WEIGHT = 0.01
+
+
 class EngineCoreRequest(Message, tag="add", frozen=True):
     """One request.
 
@@ -127,7 +131,8 @@ class EngineCoreRequest(Message, tag="add", frozen=True):
     cache_salt: str | None = None  # prefix-cache blocks are shared only between equal salts
     # output tokens that a dead engine already emitted; they are not emitted again
     resume_tokens: list[int] = []
-    # Owners of requests share the engine fairly, by weight; "" is the client itself.
+    # Owners of requests share the engine fairly, by weight; "" is the client itself. 0: the owner
+    # gives way to those that have a weight, and has BACKGROUND_WEIGHT otherwise.
     owner: str = ""
     owner_weight: float = 1.0
     # by time.monotonic(), which all processes of a machine share; then it ends. 0.0: none

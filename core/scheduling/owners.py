@@ -22,6 +22,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
 
+from ...ipc.messages import BACKGROUND_WEIGHT
 from ..request import Request, RequestOwner
 
 _by_key = attrgetter("key")
@@ -57,12 +58,12 @@ class WaitingQueue:
     # ------------------------------------------------------------ owners
 
     def enter(self, client_index: int, name: str, weight: float) -> RequestOwner:
-        """The owner of a new request, which counts until `leave`. The last weight applies."""
+        """The owner of a new request, until `leave`. The last weight applies; 0: background."""
         identity = (0 if self._by_name else client_index, name)
         owner = self.owners.get(identity)
         if owner is None:
             owner = self.owners[identity] = RequestOwner(identity, self._last_started.served)
-        owner.weight = weight
+        owner.weight, owner.is_background = weight or BACKGROUND_WEIGHT, not weight
         owner.num_requests += 1
         return owner
 

@@ -40,7 +40,7 @@ from ..kv_cache.state_checkpoints import StateCheckpoints
 from ..output_rows import OutputRows
 from . import integrity, results
 from .preemption import PreemptionPolicy
-from .shares import divide_budget, preempt_for_others
+from .shares import BackgroundTurns, share_step
 from .state import SchedulerState, StepLimits
 from .step import ScheduledStep, admit_waiting, admit_with_adapters, begin_step, schedule_running
 
@@ -85,15 +85,16 @@ class Scheduler(SchedulerState):
         mode = config.scheduler_config.preemption_mode
         policy = PreemptionPolicy(mode, costs, layout)
         super().__init__(config, limits, manager, policy, counters)
+        self._background = BackgroundTurns()
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None if there is nothing to compute.
 
         Counts what it schedules as computed, because steps may overlap.
         """
-        made_room, shares = [], None
-        if len(self.waiting.owners) > 1:
-            made_room, shares = preempt_for_others(self), divide_budget(self)
+        owners, made_room, shares = self.waiting.owners.values(), [], None
+        if len(owners) > 1 or any(owner.is_background for owner in owners):
+            made_room, shares = share_step(self, self._background)
         step = begin_step(self, shares)
         budget, preempted = schedule_running(self, step)
         offload = self.kv_cache_manager.offload
@@ -108,7 +109,7 @@ class Scheduler(SchedulerState):
         if offload is not None:
             offload.flush()
         if not step.requests:
-            return None
+            return self.schedule() if self._background.resume() else None
         self.num_steps += 1
         self.next_output = SchedulerOutput(self.num_steps)
         return step

@@ -39,6 +39,10 @@ MAX_STAGE_CHUNK_TOKENS = 256
 # reads all weights (tests/bench/LEDGER.md). Dividing them between two steps would gain nothing.
 LEAST_SAMPLES, LEAST_SAMPLES_INT4 = 8, 4
 
+# On a CPU this many rows take about the time per row that more of them take, and others that come
+# wait for the step. A GPU computes more rows in the time in which it reads the weights.
+MAX_BACKGROUND_TOKENS = 64
+
 
 @dataclass(slots=True)
 class StepLimits:
@@ -58,6 +62,7 @@ class StepLimits:
     num_tokens_per_pass: int  # that a row may get in a pass of the model, drafts included
     # passes of the model in a step; 0: the scheduler chooses
     num_scheduler_steps: int
+    max_background_tokens: int  # that a step computes while all its owners are in the background
     # by the weights' bytes the scheduler chooses the number of passes; 0: it takes one
     burst_weights_bytes: int
 
@@ -75,6 +80,7 @@ class StepLimits:
             max_chunk_tokens = scheduling.long_prefill_token_threshold or budget
             if num_stages > 1:
                 max_chunk_tokens = min(max_chunk_tokens, MAX_STAGE_CHUNK_TOKENS)
+        is_on_cpu = config.device_config.device == "cpu"
         is_int4 = config.model_config.quantization == "int4"
         drafting = scheduling.speculative_config
         num_drafts = 0 if drafting is None else drafting.num_speculative_tokens
@@ -94,6 +100,9 @@ class StepLimits:
             drafts=drafting is not None,
             num_tokens_per_pass=1 + num_drafts,
             num_scheduler_steps=scheduling.num_scheduler_steps,
+            max_background_tokens=min(
+                budget, MAX_BACKGROUND_TOKENS if is_on_cpu else max(1, budget // 4)
+            ),
             burst_weights_bytes=burst_weights_bytes if is_free else 0,
         )
 

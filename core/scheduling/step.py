@@ -209,11 +209,16 @@ class RowBounds:
         is_bounded |= state.images is not None or state.kv_cache_manager.checkpoints is not None
         return cls(state, shares) if is_bounded else None
 
-    def begin_waiting(self, num_sampled: int) -> None:
-        """The next rows are of waiting requests, which shares do not bound. `num_sampled`: how many
-        rows of the step sample a token.
+    def begin_waiting(self, num_sampled: int) -> dict[RequestOwner, int]:
+        """The next rows are of waiting requests, which shares bound in the background only.
+        `num_sampled`: how many rows of the step sample a token.
+
+        Returns how many requests of the owners that have used up their share are passed over.
         """
-        self._shares, self._num_samples_left = None, self._num_samples - num_sampled
+        self._num_samples_left = self._num_samples - num_sampled
+        shares = self._shares or {}
+        self._shares = {owner: left for owner, left in shares.items() if owner.is_background}
+        return {owner: len(owner.waiting) for owner, left in self._shares.items() if left <= 0}
 
     def apply(
         self, request: Request, first: int, num_tokens: int, budget: int, num_shared: int = 0
@@ -223,8 +228,10 @@ class RowBounds:
         """
         state = self._state
         if self._shares is not None:
-            # a whole image may have taken more than the share
-            num_tokens = min(num_tokens, max(0, self._shares[request.owner]))
+            # a whole image, or a prompt that cannot be split, may take more than the share
+            left = max(0, self._shares.get(request.owner, num_tokens))
+            if not left or state.limits.enable_chunked_prefill:
+                num_tokens = min(num_tokens, left)
         if state.fit_to_checkpoints is not None and num_tokens > 1:
             num_tokens = state.fit_to_checkpoints(request, first, num_tokens, num_shared)
         if state.images is not None and num_tokens > 0 and request.images:
@@ -239,7 +246,7 @@ class RowBounds:
         first, output, state = request.num_computed_tokens, step.output, self._state
         end = first + num_tokens
         self._num_samples_left -= end == request.num_tokens
-        if self._shares is not None:
+        if self._shares is not None and request.owner in self._shares:
             self._shares[request.owner] -= num_tokens
         if state.images is not None and request.images:
             state.images.place(output, request, first, num_tokens)
@@ -268,16 +275,15 @@ def admit_waiting(
 ) -> str:
     """Admits the request whose turn it is while there are budget, slots and blocks.
 
-    No request overtakes one that does not fit; a request that waits for its sibling's prompt, or
-    for an adapter, is passed over. Those in `made_room` were preempted in this step. Returns what
-    the first lacks, "budget", "slots", "blocks" or "adapter", or "preemption" if it is one of
-    these, or was preempted while a step samples its token; "" if none waits for these.
+    No request overtakes one that does not fit. Passed over are those that wait for a sibling's
+    prompt, for an adapter, or in the background. Those in `made_room` were preempted in this step.
+    Returns what the first lacks, "budget", "slots", "blocks" or "adapter", or "preemption" if it is
+    one of these, or was preempted while a step samples its token; "" if none waits for these.
     """
-    passed: dict[RequestOwner, int] = {}  # requests that wait for a sibling or an adapter
     manager, limits, bounds, reason = state.kv_cache_manager, state.limits, step.bounds, ""
     num_reserved: int | None = None
-    if bounds is not None:
-        bounds.begin_waiting(sum(map(bool, step.num_expected)))
+    # requests in the background, and those that wait for a sibling or an adapter
+    passed = {} if bounds is None else bounds.begin_waiting(sum(map(bool, step.num_expected)))
     while (request := state.waiting.next(passed)) is not None:
         if budget <= 0 or not state.free_slots:
             return "budget" if budget <= 0 else "slots"

@@ -1,5 +1,5 @@
 """Runs the batches of a server: each line is a call of the handler that answers such a request over
-HTTP, for an owner of the engine with a small weight.
+HTTP, for an owner in the background of the engine.
 
 Must not know: what a handler does, the formats of results.
 
@@ -20,7 +20,6 @@ from typing import Any
 
 from starlette.requests import Request
 
-from ...ipc.checks import OWNER_WEIGHTS
 from ...ipc.own_files import open_own
 from ..batches.batch_run import BatchRun
 from ..batches.formats import Answer
@@ -40,10 +39,8 @@ MEASURE_S = 10.0  # between two sums of the files' sizes
 MAX_ACTIVE = 8  # batches whose lines are answered in turn
 MAX_REQUESTS = 1_000_000  # lines of a batch
 LINE_ID = "batch_req_"  # begins the ids of requests, as those of lines begin
-# Relative to a key's own requests. The engine gives an owner tokens, slots and blocks by weight, so
-# that others have nearly all of these when they want them.
-WEIGHT = 0.01
-# While others run, every row of a step delays them, whatever its owner's weight.
+WEIGHT = 0.0  # in the background of the engine
+# While others run, a step has few rows of lines, and what a line costs the server delays them.
 BESIDE_OTHERS = 1
 RETRY_S = 1.0  # where an error does not say when to try again
 RETRIED = frozenset({429, 503})  # what the server says while it cannot answer yet
@@ -142,7 +139,6 @@ class BatchRunner:
         is_ready: Callable[[], bool],
     ):
         self._answer = LineCaller(app)
-        self._keys = app.state.keys
         self._config = config
         self._store = store
         self._states = states
@@ -230,11 +226,10 @@ class BatchRunner:
             self._runs[name] = asyncio.create_task(self._run_of(batch).run())
 
     def _run_of(self, batch: StoredBatch) -> BatchRun:
-        weight = max(OWNER_WEIGHTS[0], WEIGHT * self._keys.weight(batch.owner))
         owner = f"batch:{batch.owner}"
 
         async def answer(asked: InputLine, request_id: str) -> Answer:
-            return await self._answer(asked, request_id, owner, weight)
+            return await self._answer(asked, request_id, owner, WEIGHT)
 
         rules = InputRules(
             batch.urls, self._problem_of_model, self._config.max_body_bytes, MAX_REQUESTS

@@ -50,7 +50,8 @@ REFUSED = [
     ("cache_salt", make_request(cache_salt=5)),
     ("owner", make_request(owner=5)),
     ("owner", make_request(owner="o" * 257)),
-    ("owner_weight", make_request(owner_weight=0)),
+    ("owner_weight", make_request(owner_weight=0.0005)),
+    ("owner_weight", make_request(owner_weight=False)),
     ("owner_weight", make_request(owner_weight=float("nan"))),
     ("request_id", make_request(request_id=["r"])),
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ....ipc.messages import EngineCoreRequest, child_request_id
+from ....ipc.messages import BACKGROUND_WEIGHT, EngineCoreRequest, child_request_id
 from ...supervision.resubmission import PROBATION_TOKENS
 from ..journal import Entry, Journal
 from .routing import Load, Router, prefix_keys
@@ -51,7 +51,7 @@ class PlacedRequests:
             request.owner,
             request.num_completions,
             replica,
-            request.owner_weight,
+            request.owner_weight or BACKGROUND_WEIGHT,
         )
         request_id, number = request.request_id, request.num_completions
         left = {request_id}

@@ -2,7 +2,6 @@
 
 import pytest
 from quire.core.scheduling.shares import divide_budget
-from quire.frontend.server.batch_runner import WEIGHT
 from quire.tests.core.scheduling.loop import Loop, distinct
 
 
@@ -19,7 +18,7 @@ def test_one_owner_has_everything():
     loop = Loop(max_num_batched_tokens=16)
     flood(loop, 20)
     for _ in range(30):
-        assert divide_budget(loop.scheduler) is None
+        assert divide_budget(loop.scheduler, {}) is None
         loop.step()
     assert loop.scheduler.stats().num_preemptions == 0
 
@@ -40,7 +39,7 @@ def test_the_budget_is_divided_by_weight_and_what_one_does_not_want_goes_to_othe
     loop.add("b", distinct(1, 200), owner="b", owner_weight=2.0)
     loop.add("c", distinct(2, 10), owner="c", owner_weight=2.0)
     loop.step()
-    shares = divide_budget(loop.scheduler)
+    shares = divide_budget(loop.scheduler, {})
     by_name = {owner.identity[1]: number for owner, number in shares.items()}
     assert by_name == {"a": 17, "b": 33, "c": 10}  # c wants 10; 50 are divided 1 to 2
     loop.run()
@@ -115,30 +114,3 @@ def test_light_use_by_one_owner_costs_another_little():
     shared, waited = tokens_of_a(True)
     assert len(waited) == 10  # each has its first token in the step after it came
     assert shared >= 0.95 * alone
-
-
-def test_lines_of_a_batch_give_way_in_the_step_in_which_others_come():
-    """A batch's owner has the least weight. It keeps one slot, and gets back what others leave."""
-    loop = Loop(max_num_seqs=4, max_num_batched_tokens=64)
-    for i in range(20):
-        text = distinct(i, 30)
-        loop.add(f"l{i}", text, max_tokens=200, owner="batch:", owner_weight=WEIGHT)
-    for _ in range(4):
-        loop.step()
-    assert names(loop.step()) == "llll"
-    for i in range(3):
-        loop.add(f"i{i}", distinct(50 + i, 40), max_tokens=10, owner="")
-        step = loop.step()
-        assert step[f"i{i}"] == 40  # its whole prompt, and so its first token
-        assert names(step) == "i" * (i + 1) + "l" * (3 - i)
-    assert loop.scheduler.stats().num_preemptions == 3
-    steps = [names(loop.step()) for _ in range(12)]
-    assert steps[0] == "iiil" and steps[-1] == "llll"
-
-
-def test_a_long_line_of_a_batch_delays_no_prompt_of_others():
-    loop = Loop(max_num_batched_tokens=16)
-    loop.add("l", distinct(0, 300), owner="batch:", owner_weight=WEIGHT)
-    loop.step()
-    loop.add("i", distinct(1, 15), owner="", max_tokens=20)
-    assert loop.step() == {"l": 1, "i": 15}

@@ -99,6 +99,14 @@ def select_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
+def capability(device: torch.device) -> int:
+    """Returns a GPU's compute capability, 90 for 9.0; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def select_kv_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """ "auto", "fp8" or "int8" -> torch's dtype.
 
@@ -108,12 +116,11 @@ def select_kv_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -
         return dtype
     if name == "int8":
         return torch.int8
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
-        has = ".".join(map(str, capability))
+    if device.type == "cuda" and (has := capability(device)) < 89:
         raise InvalidParameterError(
             "kv_cache_dtype",
             f"fp8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper), this one has "
-            f"{has}; use auto",
+            f"{has // 10}.{has % 10}; use auto",
         )
     return torch.float8_e4m3fn
 

@@ -129,7 +129,9 @@ class HeadBuilder:
         chain = find_heads(directory, self._builder.shape.num_hidden_layers, num_layers, most)
         blocks = BlocksOfRow(row, self.shape, make, resolved(model_config.max_model_len))
         parts = blocks.attention, blocks.mlp, blocks.norms, row.names, None, False
-        stored_as = parse_quantization(model_config.hf_config, make.multiplies_fp8)
+        stored_as = parse_quantization(
+            model_config.hf_config, make.multiplies_fp8, make.quantizes_to_fp8
+        )
         heads = list[DraftHead]()
         for names in chain:
             layers = [make_layer(make, self.shape, index, *parts) for index in range(num_layers)]

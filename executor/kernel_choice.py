@@ -28,7 +28,12 @@ SERVED_BY = {
 
 # On a GPU, the kernels with which the bits of a row depend on that row and its context alone. Those
 # of the other operations are so anyway, see docs/kernels.md.
-INVARIANT_ON_A_GPU = {"pack_linear": "triton", "paged_attention": "triton_invariant"}
+# With FP8 activations few rows are multiplied by other instructions than many.
+INVARIANT_ON_A_GPU = {
+    "pack_linear": "triton",
+    "pack_gguf_linear": "triton",
+    "paged_attention": "triton_invariant",
+}
 
 
 def chosen_kernels(

@@ -77,6 +77,7 @@ def select_operations(
         "block_size": config.cache_config.block_size,
         "cpu_isa": cpu_isa,
         "kv_cache_dtype": kv_cache_dtype,
+        "capability": devices.capability(device),
     }
     ops = registry.select(device, dtype, kernels, **facts)
     check_results(ops)
@@ -198,7 +199,9 @@ class ModelBuilder:
             reads_blocks=quantization is not None or (directory is not None and is_gguf(directory)),
         )
         if quantization is not None:
-            quantization = replace(quantization, keeps_fp8=make.multiplies_fp8)
+            quantization = replace(
+                quantization, keeps_fp8=make.multiplies_fp8, quantizes_to_fp8=make.quantizes_to_fp8
+            )
         if self.config.lora_config.enable_lora and not self.shape.has_lm_head:
             problem = "takes no LoRA adapters: it does not generate text"
             raise InvalidParameterError("enable_lora", f"{self.kind.name} {problem}")

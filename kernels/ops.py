@@ -137,7 +137,10 @@ def pack_gguf_linear(
     gives NaN. The returned function has `logits`, and for a weight of one type `embedding`, whose
     rows are the dequantized blocks. An implementation may have an attribute `from_parts`, the same
     function with `release=`, as that of pack_linear. One with an attribute `takes_fp8` that is true
-    also multiplies FP8_32 and FP8_128: e4m3 numbers with a scale in fp32, by x itself.
+    also multiplies FP8_32 and FP8_128: e4m3 numbers with a scale in fp32, by x itself. One with an
+    attribute `quantizes_to_fp8` that is true multiplies x in e4m3 by those whose type ends with
+    _GROUP, _TOKEN or _STATIC, with scales for 128 numbers of a row, for a row, or one that is in
+    the blocks.
     """
 
 

@@ -45,6 +45,7 @@ class Facts:
     block_size: int = 0
     cpu_isa: str = "auto"  # instruction set of the native kernels; "none" disables them
     kv_cache_dtype: torch.dtype | None = None  # None: as dtype
+    capability: int = 0  # a GPU's compute capability, 90 for 9.0
 
     @property
     def converts_kv(self) -> bool:

@@ -284,11 +284,14 @@ def _select(kernels: _Kernels, select: Any) -> Any:
     def chosen(device: Any, dtype: Any, overrides: Any = None, **sizes: Any) -> registry.OpTable:
         if torch.device(device).type != "cuda":
             return select(device, dtype, overrides, **sizes)
-        table = select("cpu", dtype, overrides, **sizes)
+        pack = (overrides or {}).get("pack_gguf_linear")
+        on_cpu = {op: name for op, name in (overrides or {}).items() if "triton" not in name}
+        table = select("cpu", dtype, on_cpu, **sizes)
         table.replace("pack_gguf_linear", _with_fp8(table.pack_gguf_linear))
         for op in registry.CONTRACTS:
             table.replace(op, kernels.on_gpu(op, getattr(table, op)))
         table.pack_gguf_linear.takes_fp8 = True  # type: ignore[attr-defined]
+        table.pack_gguf_linear.quantizes_to_fp8 = pack != "triton"  # type: ignore[attr-defined]
         table.native.clear()
         return table
 

@@ -284,7 +284,12 @@ def _int8_config(dtype: Any = None, symmetric: bool = True) -> dict[str, Any]:
 # ---------------------------------------------------------------- fp8
 
 
-def _fp8(weight: np.ndarray, scales_of: str = "block", name: str = "weight_scale") -> Any:
+def _fp8(
+    weight: np.ndarray,
+    scales_of: str = "block",
+    name: str = "weight_scale",
+    activations: str = "token",
+) -> Any:
     rows, columns = weight.shape
     height, width = {"tensor": (rows, columns), "channel": (1, columns), "block": (128, 128)}[
         scales_of
@@ -296,6 +301,8 @@ def _fp8(weight: np.ndarray, scales_of: str = "block", name: str = "weight_scale
     numbers = torch.from_numpy(weight / of_weight).to(torch.float8_e4m3fn)
     stored = scales.reshape(1) if scales_of == "tensor" else scales
     parts = {"weight": numbers, name: torch.from_numpy(stored)}
+    if activations == "static":
+        parts["input_scale"] = torch.tensor([0.25])
     return parts, numbers.float() * torch.from_numpy(of_weight)
 
 
@@ -308,11 +315,17 @@ def _fp8_config() -> dict[str, Any]:
     }
 
 
-def _float_config(scales_of: str = "tensor") -> dict[str, Any]:
+def _float_config(scales_of: str = "tensor", activations: str = "token") -> dict[str, Any]:
+    """activations: "token", "static", or none."""
     weights: dict[str, Any] = {"type": "float", "strategy": scales_of}
     if scales_of == "block":
         weights["block_structure"] = [128, 128]
-    return _compressed("float-quantized", **weights)
+    config = _compressed("float-quantized", **weights)
+    strategy = "tensor" if activations == "static" else "token"
+    of_group: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": strategy}
+    of_group["dynamic"] = activations != "static"
+    config["config_groups"]["group_0"]["input_activations"] = of_group if activations else None
+    return config
 
 
 FORMATS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {

@@ -21,7 +21,7 @@ from ...ipc.models.encoder_config import EncoderConfig
 from ...ipc.models.expert_parallel import NAME, experts_of
 from ...ipc.models.gguf import MEMORY_TYPES
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
-from ...ipc.models.quantized_tensors import BLOCKS, FP8_TYPES
+from ...ipc.models.quantized_tensors import BLOCKS, FP8_BLOCKS
 from ..device import free_bytes
 from ..groups.expert_group import ALL_EXPERTS, ExpertGroup
 from ..groups.tensor_group import ALONE, TensorGroup
@@ -217,7 +217,7 @@ class LayerFactory:
 
         In float32 they do not: their activations would be quantized.
         """
-        if type in FP8_TYPES.values():
+        if type in FP8_BLOCKS:
             return self.multiplies_fp8
         return self.multiplies_blocks and (type in MEMORY_TYPES or type in BLOCKS)
 
@@ -238,6 +238,11 @@ class LayerFactory:
     def multiplies_fp8(self) -> bool:
         """What `keeps_blocks` says of blocks of FP8."""
         return self.multiplies_blocks and getattr(self.ops.pack_gguf_linear, "takes_fp8", False)
+
+    @property
+    def quantizes_to_fp8(self) -> bool:
+        """Whether activations are in FP8 where a checkpoint wants it."""
+        return self.multiplies_fp8 and getattr(self.ops.pack_gguf_linear, "quantizes_to_fp8", False)
 
     def parameter(
         self, *shape: int, dtype: torch.dtype | None = None, is_on_host: bool = False

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.models.quantization_config import MXFP4, CheckpointQuantization, WeightFormat
-from ...ipc.models.quantized_tensors import BLOCKS, INT8_TYPE, packed_type, parts_of
+from ...ipc.models.quantized_tensors import (
+    BLOCKS,
+    INT8_TYPE,
+    STATIC_SCALES,
+    packed_type,
+    parts_of,
+)
 from ...ipc.models.stacked_experts import MXFP4_GROUP
 from ...kernels.reference.gguf_blocks import PIECE, ZERO_BITS, fp4_numbers, mxfp4_scales
 from ..device import release_mapped
@@ -101,6 +107,7 @@ class Numbers(NamedTuple):
     group_of: Tensor | None  # [columns]: the group of each column, where it is not in order
     group_rows: int  # rows with one scale
     group_size: int  # columns with one scale
+    x_scale: Tensor | None = None  # f32, the stored scale of activations
 
 
 def pack_weight(
@@ -127,7 +134,7 @@ def pack_weight(
         problem = "columns of a group are not neighbours (act-order)"
     else:
         if found.is_float:
-            rows = _pack_fp8(weight, BLOCKS[kind][0])
+            rows = _pack_fp8(weight, *BLOCKS[kind])
         elif kind == INT8_TYPE:
             rows = _pack_int8(weight)
         else:
@@ -216,7 +223,19 @@ def _read_plain(found: WeightFormat, shape: list[int], parts: dict[str, Tensor])
         numbers = (numbers + 8).view(torch.uint8)
         numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
         zeros = torch.full(scales.shape, 8, dtype=torch.int32) + (0 if zeros is None else zeros)
-    return Numbers(numbers, scales, zeros, *_in_groups(found, shape))
+    return Numbers(numbers, scales, zeros, *_in_groups(found, shape), _static_scale(found, parts))
+
+
+def _static_scale(found: WeightFormat, parts: dict[str, Tensor]) -> Tensor | None:
+    if found.activations != "static":
+        return None
+    stored = [parts[name] for name in STATIC_SCALES if name in parts]
+    if not stored:
+        raise ValueError(f"its activations are static, and it has no {' or '.join(STATIC_SCALES)}")
+    scale = stored[0].float().reshape(())
+    if not 0 < float(scale) < torch.inf:
+        raise ValueError(f"its activations' scale must be positive and finite, got {float(scale)}")
+    return scale
 
 
 _READERS = {
@@ -326,15 +345,19 @@ def _pack_int8(weight: Numbers) -> Tensor | None:
     return out.flatten(1)
 
 
-def _pack_fp8(weight: Numbers, size: int) -> Tensor:
-    """Makes blocks of FP8_`size`, [rows, bytes]."""
+def _pack_fp8(weight: Numbers, size: int, num_bytes: int) -> Tensor:
+    """Makes blocks of FP8_`size`*, [rows, bytes]. Each has the scale of activations, if there is
+    one: so parts of rows and columns keep it.
+    """
     rows, columns = weight.numbers.shape
     blocks = columns // size
     scales = weight.scales.repeat_interleave(weight.group_rows, 0)[:rows]
     scales = scales.repeat_interleave(weight.group_size // size, 1)[:, :blocks].contiguous()
-    out = torch.empty(rows, blocks, 4 + size, dtype=torch.uint8)
+    out = torch.empty(rows, blocks, num_bytes, dtype=torch.uint8)
     out[..., :4] = scales.view(torch.uint8).view(rows, blocks, 4)
-    out[..., 4:] = weight.numbers.contiguous().view(torch.uint8).view(rows, blocks, size)
+    if weight.x_scale is not None:
+        out[..., 4:8] = weight.x_scale.reshape(1).view(torch.uint8)
+    out[..., -size:] = weight.numbers.contiguous().view(torch.uint8).view(rows, blocks, size)
     return out.flatten(1)
 
 

@@ -18,6 +18,7 @@ from ..errors import ModelLoadError
 Json = dict[str, Any]
 
 MAX_GROUP_SIZE = 1 << 20
+E4M3_GROUP = 128  # columns of activations in FP8 with one scale, where blocks of weights have them
 MAX_PATTERNS = 10_000
 MAX_REPETITIONS = 4  # in a regular expression
 HEAD = "lm_head"
@@ -43,12 +44,17 @@ class WeightFormat(msgspec.Struct, frozen=True):
     is_symmetric: bool = True
     zero_offset: int = 0  # added to zeros as they are stored
     scale_name: str = "weight_scale"  # of packed and plain
+    # how the checkpoint wants activations quantized to FP8: "group" of E4M3_GROUP columns of a row,
+    # "token", "static" with a stored scale; empty: they are not
+    activations: str = ""
 
     def __str__(self) -> str:
         if self.layout == MXFP4:
             return MXFP4.upper()
         if self.is_float:
             number = "fp8"
+            if self.activations:
+                number += f" (activations too, by {self.activations})"
         else:
             number = f"int{self.bits}" + ("" if self.is_symmetric else " with zero points")
         if self.group_rows > 1:
@@ -64,6 +70,7 @@ class CheckpointQuantization(msgspec.Struct, frozen=True):
     formats: tuple[tuple[Callable[[str], bool], WeightFormat], ...]
     is_ignored: Callable[[str], bool]
     keeps_fp8: bool = False  # whether the kernels multiply blocks of FP8, as those of GPUs do
+    quantizes_to_fp8: bool = False  # and by activations in FP8
 
     def format_of(self, name: str, shape: list[int]) -> WeightFormat | None:
         """The format of a weight, by its name in the model; None: it is not quantized."""
@@ -72,11 +79,17 @@ class CheckpointQuantization(msgspec.Struct, frozen=True):
             return None
         if self.is_ignored(layer):
             return None
-        return next((found for applies, found in self.formats if applies(layer)), None)
+        found = next((found for applies, found in self.formats if applies(layer)), None)
+        if found is None or not found.activations or self.quantizes_to_fp8:
+            return found
+        return replace(found, activations="")
 
 
-def parse_quantization(hf_config: Json, keeps_fp8: bool = False) -> CheckpointQuantization | None:
-    """Returns None for a checkpoint that is not quantized. keeps_fp8: see CheckpointQuantization.
+def parse_quantization(
+    hf_config: Json, keeps_fp8: bool = False, quantizes_to_fp8: bool = False
+) -> CheckpointQuantization | None:
+    """Returns None for a checkpoint that is not quantized. keeps_fp8, quantizes_to_fp8: see
+    CheckpointQuantization.
 
     Raises ModelLoadError, naming the key, for what is missing, out of range or unsupported.
     """
@@ -92,7 +105,8 @@ def parse_quantization(hf_config: Json, keeps_fp8: bool = False) -> CheckpointQu
         raise _refused(
             f"quant_method {method!r:.100} is not supported; supported: {', '.join(METHODS)}"
         )
-    return replace(METHODS[method](config), keeps_fp8=keeps_fp8)
+    found = METHODS[method](config)
+    return replace(found, keeps_fp8=keeps_fp8, quantizes_to_fp8=quantizes_to_fp8)
 
 
 def _awq(config: Json) -> CheckpointQuantization:
@@ -150,14 +164,16 @@ def _auto_round(config: Json) -> CheckpointQuantization:
 
 
 def _fp8(config: Json) -> CheckpointQuantization:
-    _one_of(config, "activation_scheme", _ACTIVATIONS, default="dynamic")
+    is_static = _one_of(config, "activation_scheme", _ACTIVATIONS, default="dynamic") == "static"
     _one_of(config, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     key = "modules_to_not_convert" if config.get("modules_to_not_convert") else "ignored_layers"
     blocks = config.get("weight_block_size")
     if blocks is None:
-        found = WeightFormat("plain", 8, is_float=True, group_rows=0)
+        found = WeightFormat("plain", 8, is_float=True, group_rows=0, activations="token")
     else:
         found = replace(_blocks("weight_block_size", blocks), scale_name="weight_scale_inv")
+    if is_static:
+        found = replace(found, activations="static")
     return _same_for_all("fp8", found, _patterns(config, key))
 
 
@@ -191,6 +207,8 @@ def _compressed_tensors(config: Json) -> CheckpointQuantization:
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
             raise _refused(f"{where} must have weights", group)
         found = _group_format(f"{where}.weights", group["weights"], group.get("format"), config)
+        if found.is_float:
+            found = replace(found, activations=_activations(group.get("input_activations")))
         targets = _patterns(group, "targets")
         formats.append((_targets(where, targets), found))
     ignored = _targets("ignore", _patterns(config, "ignore"))
@@ -224,6 +242,22 @@ def _group_format(where: str, weights: Json, stored: str | None, config: Json) -
     if strategy == "block":
         return _blocks(f"{where}.block_structure", weights.get("block_structure"))
     return found
+
+
+def _activations(of_group: Any) -> str:
+    """What compressed-tensors says of the activations of FP8 weights; see WeightFormat."""
+    if not isinstance(of_group, dict) or (of_group.get("type"), of_group.get("num_bits")) != (
+        "float",
+        8,
+    ):
+        return ""
+    strategy = of_group.get("strategy") or "tensor"
+    if not of_group.get("dynamic"):
+        return "static" if strategy == "tensor" else ""
+    if strategy == "group":
+        return "group" if of_group.get("group_size") == E4M3_GROUP else ""
+    # as in vLLM, a dynamic scale is a row's, so that a request does not depend on those beside it
+    return "token" if strategy in ("token", "tensor") else ""
 
 
 METHODS: dict[str, Callable[[Json], CheckpointQuantization]] = {
@@ -309,7 +343,8 @@ def _blocks(key: str, value: Any) -> WeightFormat:
         or not all(type(size) is int and 0 < size <= MAX_GROUP_SIZE for size in value)
     ):
         raise _refused(f"{key} must be two positive integers", value)
-    return WeightFormat("plain", 8, is_float=True, group_rows=value[0], group_size=value[1])
+    activations = "group" if value[1] == E4M3_GROUP else ""
+    return WeightFormat("plain", 8, True, value[1], value[0], activations=activations)
 
 
 def _switch(config: Json, key: str, default: bool = False, where: str = "") -> bool:

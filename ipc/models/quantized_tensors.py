@@ -16,10 +16,11 @@ from .quantization_config import MXFP4, CheckpointQuantization, WeightFormat
 
 FLOATS = ("F32", "F16", "BF16")
 E4M3 = "F8_E4M3"
-# Suffixes of what static quantization of activations and of the cache leaves: Quire quantizes
-# activations anew, in smaller groups, and has scales of its own in the cache.
+# Suffixes of what static quantization of activations and of the cache leaves. Where activations are
+# not in FP8, Quire quantizes them anew, in smaller groups; it has scales of its own in the cache.
+STATIC_SCALES = ("input_scale", "activation_scale")  # the second in transformers' own checkpoints
 UNUSED = (
-    "input_scale",
+    *STATIC_SCALES,
     "input_zero_point",
     "output_scale",
     "k_scale",
@@ -32,14 +33,24 @@ UNUSED = (
 INT4_TYPES = {128: "INT4_128", 32: "INT4_32"}
 INT8_TYPE = "Q8_0"
 FP8_TYPES = {128: "FP8_128", 32: "FP8_32"}
+# how activations are quantized (WeightFormat) -> what the type ends with, bytes of a block's scales
+_ACTIVATIONS = {
+    "": ("", 4),
+    "group": ("_GROUP", 4),
+    "token": ("_TOKEN", 4),
+    "static": ("_STATIC", 8),
+}
+FP8_BLOCKS = {
+    type + ending: (size, size + num_bytes)
+    for size, type in FP8_TYPES.items()
+    for ending, num_bytes in _ACTIVATIONS.values()
+}
 # type -> columns and bytes of a block; native kernels multiply all but FP8_*
-BLOCKS = {
+BLOCKS = FP8_BLOCKS | {
     "INT4_128": (128, 68),
     "INT4_32": (32, 20),
     "Q8_0": (32, 34),
     "MXFP4": (32, 17),
-    "FP8_128": (128, 132),
-    "FP8_32": (32, 36),
 }
 
 # these weights form one layer, whose blocks are kept if all of them can be
@@ -137,6 +148,9 @@ def stored_parts(name: str, shape: list[int], found: WeightFormat) -> dict[str, 
     add(found.scale_name, FLOATS, *_scale_shapes(rows, groups, found))
     if not found.is_float:
         add("weight_zero_point", zero_dtypes, *zeros, is_required=not found.is_symmetric)
+    if found.activations == "static":
+        for part in STATIC_SCALES:
+            add(part, FLOATS, [], [1], [1, 1], is_required=False)
     return parts
 
 
@@ -157,7 +171,8 @@ def packed_type(found: WeightFormat, columns: int, keeps_fp8: bool = False) -> s
     group = found.group_size or columns
     if found.is_float:
         sizes = FP8_TYPES if keeps_fp8 else ()
-        return next((FP8_TYPES[n] for n in sizes if group % n == columns % n == 0), None)
+        ending, _ = _ACTIVATIONS[found.activations]
+        return next((FP8_TYPES[n] + ending for n in sizes if group % n == columns % n == 0), None)
     if found.bits == 8:
         return INT8_TYPE if group % BLOCKS[INT8_TYPE][0] == 0 else None
     return next((kind for size, kind in INT4_TYPES.items() if group % size == 0), None)

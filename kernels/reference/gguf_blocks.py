@@ -254,15 +254,19 @@ def _int4(blocks: Tensor) -> Tensor:
     return scale * (unpack_bits(numbers, 4, 16).float() - zero)
 
 
-def fp8_parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks of FP8_* -> scales [blocks, 1] and e4m3 numbers [blocks, columns], both f32."""
-    scale, numbers = split(blocks, 4, blocks.shape[1] - 4)
+def fp8_parts(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Blocks of FP8_* -> scales [blocks, 1], e4m3 numbers [blocks, columns] and, of FP8_*_STATIC,
+    the scales of x [blocks, 1], all f32.
+    """
+    num_scales = blocks.shape[1] % 32 // 4
+    *scales, numbers = split(blocks, *[4] * num_scales, blocks.shape[1] - 4 * num_scales)
+    scale, *of_x = (part.contiguous().view(torch.float32) for part in scales)
     numbers = numbers.contiguous().view(torch.float8_e4m3fn)
-    return scale.contiguous().view(torch.float32), numbers.float()
+    return scale, numbers.float(), of_x[0] if of_x else None
 
 
 def _fp8(blocks: Tensor) -> Tensor:
-    scale, numbers = fp8_parts(blocks)
+    scale, numbers, _ = fp8_parts(blocks)
     return scale * numbers
 
 
@@ -277,7 +281,14 @@ def _product(parts: Callable[[Tensor], Parts]) -> Callable[[Tensor], Tensor]:
 
 ZERO_BITS = 255  # of the word of a block of INT4_*
 INT4_TYPES = {f"INT4_{size}": BlockType(size, 4 + size // 2, _int4) for size in (32, 128)}
-FP8_TYPES = {f"FP8_{size}": BlockType(size, 4 + size, _fp8) for size in (32, 128)}
+# How x is quantized to FP8, by what a type ends with: it is not; with a scale for each row and 128
+# columns; for each row; with one scale, which is in the blocks.
+FP8_SCHEMES = ("", "_GROUP", "_TOKEN", "_STATIC")
+FP8_TYPES = {
+    f"FP8_{size}{scheme}": BlockType(size, (8 if scheme == "_STATIC" else 4) + size, _fp8)
+    for size in (32, 128)
+    for scheme in FP8_SCHEMES
+}
 TYPES = {
     "F32": BlockType(1, 4, _f32),
     "F16": BlockType(1, 2, half),

@@ -11,8 +11,10 @@ Blocks of 32 are added in ascending order with one fused multiply-add per scale:
 products of integers, times the scale of x, which rounds, is multiplied by the scale of the weights.
 Then the exact sum of the integers of x, times their scale, is multiplied by the least weight.
 
-Blocks of FP8_* are multiplied by x itself: sums of a block's products with e4m3 numbers are in
-fp32, in any order, and blocks are added as above, with one scale.
+Blocks of FP8_* are multiplied by x itself, or by x in e4m3 if their type says so (quantize_e4m3):
+sums of a block's products with e4m3 numbers are in fp32, in any order. If x has several scales, the
+sum is multiplied by that of the row and group. Blocks are added as above, with one scale of the
+weights, and the whole sum is multiplied by the only scale of a row.
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ from .gguf_blocks import (
 from .quantized import fused, in_groups, quantize_activations
 
 GROUP = 32  # numbers of x under one scale
+E4M3_GROUP = 128  # of FP8_*_GROUP
+MOST_E4M3 = 448.0
+LEAST_SCALE = 1 / (MOST_E4M3 * 512)  # as in vLLM: smaller rows are of zeros and subnormal numbers
 
 
 class Parts(NamedTuple):
@@ -92,12 +97,39 @@ def _product(x: Tensor, blocks: Tensor, type: str) -> Tensor:
 
 def _multiply_fp8(x: Tensor, blocks: Tensor, type: str) -> Tensor:
     size = block_type(type).columns
-    scales, numbers = fp8_parts(blocks.reshape(-1, block_type(type).num_bytes))
+    scales, numbers, given = fp8_parts(blocks.reshape(-1, block_type(type).num_bytes))
     scales, numbers = scales.view(len(blocks), -1), numbers.view(len(blocks), -1, size)
+    x, x_scales = quantize_e4m3(x.float(), type, None if given is None else given[0])
     total = torch.zeros(len(x), len(blocks))
-    for block, of_x in enumerate(x.float().split(size, 1)):
-        total = fused(of_x @ numbers[:, block].T, scales[:, block], total)
-    return total
+    for block, of_x in enumerate(x.split(size, 1)):
+        product = of_x @ numbers[:, block].T
+        if x_scales.shape[1] > 1:
+            product *= x_scales[:, block * size // E4M3_GROUP, None]
+        total = fused(product, scales[:, block], total)
+    return total * x_scales if x_scales.shape[1] == 1 else total
+
+
+def quantize_e4m3(x: Tensor, type: str, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """x [T, K] f32 -> numbers [T, K], which e4m3 has, and scales [T, n], as blocks of `type` want
+    them: n is 0 if x stays as it is. given [1]: the scale of FP8_*_STATIC.
+
+    A dynamic scale makes the largest number 448, the largest of e4m3. It is at least LEAST_SCALE.
+    Numbers are rounded to nearest, ties to even; those beyond 448 become 448, infinities NaN.
+    """
+    if type.endswith("_GROUP"):
+        groups = in_groups(x, E4M3_GROUP)
+        scales = (groups.abs().amax(2) / MOST_E4M3).clamp(LEAST_SCALE)
+    elif type.endswith("_TOKEN"):
+        scales = (x.abs().amax(1, keepdim=True) / MOST_E4M3).clamp(LEAST_SCALE)
+    elif given is not None:
+        scales = given.expand(len(x), 1)
+    else:
+        return x, x.new_empty(len(x), 0)
+    by_column = scales.repeat_interleave(E4M3_GROUP, 1)[:, : x.shape[1]]
+    if scales.shape[1] == 1:
+        by_column = scales
+    numbers = (x / by_column).masked_fill(x.isinf(), torch.nan).clamp(-MOST_E4M3, MOST_E4M3)
+    return numbers.to(torch.float8_e4m3fn).float(), scales
 
 
 def _multiply(x: Tensor, parts: Parts) -> Tensor:

@@ -19,6 +19,7 @@ if find_spec("triton") is not None:
         attention_encoder,
         blocks,
         choice,
+        e4m3,
         few_rows,
         kv_cache,
         latent,

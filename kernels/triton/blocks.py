@@ -1,6 +1,6 @@
 """Linear layers on GGUF's blocks and on those of int4 and FP8 checkpoints in Triton: memory keeps
 as many bytes as the file has. Results have the bits that reference/gguf_linear.py states, whatever
-the tiles are, as those of a CPU have; with FP8 the tensor cores add a block in their own order.
+the tiles are, as those of a CPU have. FP8 is multiplied by e4m3.py.
 
 Must not know: files, models, requests.
 
@@ -26,15 +26,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.gguf_blocks import FP8_TYPES, block_type, scales_and_leasts, split, unpack_bits
+from ..reference.gguf_blocks import (
+    FP8_TYPES,
+    block_type,
+    fp8_parts,
+    scales_and_leasts,
+    split,
+    unpack_bits,
+)
 from ..reference.gguf_linear import GROUP
 from ..registry import register, with_forms
-from .device import PLAIN, PRIORITY, is_cuda
+from .device import PLAIN, PRIORITY, is_cuda, multiplies_fp8
+from .e4m3 import multiply_e4m3, rows_for
 from .quantized import quantize
 
 PACKED_AT_ONCE = 2**24  # bytes; bounds what packing takes beside the result
 # IQ4_NL's numbers, a byte each: those of the nibbles 0 to 7, and of 8 to 15
-E4M3_FACTOR = tl.constexpr(2.0**120)  # between the exponents of f32 and e4m3
 IQ4_LOW, IQ4_HIGH = tl.constexpr(-654466911485192063), tl.constexpr(8167635493787864321)
 
 
@@ -190,87 +197,6 @@ def products(
 
 
 @triton.jit
-def from_e4m3(bits, DTYPE: tl.constexpr):
-    """[...] uint8 -> numbers of DTYPE, which has all of them. Not every GPU converts e4m3. NaN does
-    not occur: it is packed as a scale.
-    """
-    bits = bits.to(tl.int32)
-    shifted = ((bits & 127) << 20) | ((bits & 128) << 24)
-    return (shifted.to(tl.float32, bitcast=True) * E4M3_FACTOR).to(DTYPE)
-
-
-@triton.jit
-def float_products(
-    x_ptr,
-    x_stride,
-    row,
-    in_rows,
-    base,
-    column,
-    in_columns,
-    num_columns,
-    BLOCKS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """[ROWS, COLUMNS] f32: rows of x times rows `column` of a weight with planes of FP8_SIZE at
-    base. row and column are i64.
-    """
-    total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
-    k = tl.arange(0, SIZE)
-    scales = base + tl.full((), BLOCKS * SIZE, tl.int64) * num_columns
-    for block in range(BLOCKS):
-        x_places = x_ptr + (row * x_stride + block * SIZE)[:, None] + k[None, :]
-        x = tl.load(x_places, mask=in_rows[:, None], other=0.0)
-        at = tl.cast(block, tl.int64) * num_columns + column
-        bits = tl.load(base + (at * SIZE)[:, None] + k[None, :], in_columns[:, None], 0)
-        scale_places = (scales + at * 4).to(tl.pointer_type(tl.float32))
-        scale = tl.load(scale_places, mask=in_columns, other=0.0)
-        weight = tl.trans(from_e4m3(bits, x.dtype))
-        product = tl.dot(x, weight, out_dtype=tl.float32, input_precision="ieee")
-        total = tl.fma(product, tl.broadcast_to(scale[None, :], product.shape), total)
-    return total
-
-
-@triton.jit
-def float_multiply_kernel(
-    x_ptr,
-    x_stride,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    out_stride,
-    num_rows,
-    num_columns,
-    BLOCKS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Does what multiply_kernel does with FP8_SIZE, and rows of x with a stride."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
-    in_rows, in_columns = row < num_rows, column < num_columns
-    total = float_products(
-        x_ptr,
-        x_stride,
-        row,
-        in_rows,
-        weight_ptr,
-        column,
-        in_columns,
-        num_columns,
-        BLOCKS,
-        SIZE,
-    )
-    if BIAS:
-        total += tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
-    places = out_ptr + row[:, None] * out_stride + column[None, :]
-    mask = in_rows[:, None] & in_columns[None, :]
-    tl.store(places, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def multiply_kernel(
     numbers_ptr,
     scales_ptr,
@@ -393,10 +319,10 @@ def _q6_k(blocks: Tensor) -> list[Tensor]:
 
 def _fp8(blocks: Tensor) -> list[Tensor]:
     """A block with a number that is NaN gets that as its scale."""
-    scale, numbers = split(blocks, 4, blocks.shape[1] - 4)
-    is_nan = ((numbers & 127) == 127).any(1, keepdim=True)
-    scales = scale.contiguous().view(torch.float32).masked_fill(is_nan, torch.nan)
-    return [numbers.unsqueeze(1), scales.view(torch.uint8).unsqueeze(1)]
+    scale, numbers, _ = fp8_parts(blocks)
+    scales = scale.masked_fill(numbers.isnan().any(1, keepdim=True), torch.nan)
+    bits = numbers.to(torch.float8_e4m3fn).view(torch.uint8)
+    return [bits.unsqueeze(1), scales.view(torch.uint8).unsqueeze(1)]
 
 
 # The planes of one block per row, [blocks, parts, bytes] each.
@@ -413,19 +339,18 @@ _PLANES: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "Q4_K": lambda blocks: _with_leasts(blocks, 0),
     "Q5_K": lambda blocks: _with_leasts(blocks, 32),
     "Q6_K": _q6_k,
-    "FP8_32": _fp8,
-    "FP8_128": _fp8,
-}
+} | dict.fromkeys(FP8_TYPES, _fp8)
 
 
 class Planes(NamedTuple):
     data: Tensor  # [bytes] uint8
     type: str
     num_rows: int
+    x_scale: Tensor | None = None  # [1] f32, of FP8_*_STATIC
 
 
 def pack_planes(blocks: Tensor, type: str) -> Planes:
-    """blocks [rows, bytes] uint8, on the device"""
+    """blocks [rows, bytes] uint8, on the device; those of FP8_*_STATIC have one scale of x."""
     size = block_type(type).num_bytes
     step = max(1, PACKED_AT_ONCE // blocks.shape[1])
     pieces = []
@@ -434,11 +359,23 @@ def pack_planes(blocks: Tensor, type: str) -> Planes:
         # [rows, parts of a row, bytes] -> [parts of a row, rows, bytes]
         pieces.append([p.reshape(len(piece), -1, p.shape[2]).transpose(0, 1) for p in planes])
     joined = [torch.cat(plane, 1).flatten() for plane in zip(*pieces, strict=True)]
-    return Planes(torch.cat(joined), type, len(blocks))
+    x_scale = x_scale_of(blocks, type)
+    return Planes(torch.cat(joined), type, len(blocks), x_scale)
+
+
+def x_scale_of(blocks: Tensor, type: str) -> Tensor | None:
+    """[1] f32: that of the first block of FP8_*_STATIC; None for other types."""
+    if not type.endswith("_STATIC"):
+        return None
+    _, _, scales = fp8_parts(blocks[:1, : block_type(type).num_bytes])
+    assert scales is not None
+    return scales[0]
 
 
 class BlockLinear:
-    """Keeps blocks: one part for each run of rows of one type, and one launch."""
+    """Keeps blocks: one part for each run of rows of one type (and one scale of x, if it is
+    static), and one launch.
+    """
 
     def __init__(
         self, parts: Sequence[Tensor], types: Sequence[str], bias: Tensor | None, dtype: torch.dtype
@@ -447,8 +384,13 @@ class BlockLinear:
         self.num_blocks = (
             parts[0].shape[1] // block_type(types[0]).num_bytes * block_type(types[0]).columns
         ) // GROUP
-        runs = groupby(zip(parts, types, strict=True), lambda part: part[1])
-        self.parts = [pack_planes(torch.cat([p for p, _ in run]), type) for type, run in runs]
+
+        def kind(part: tuple[Tensor, str]) -> tuple[str, float | None]:
+            scale = x_scale_of(*part)
+            return part[1], None if scale is None else float(scale)
+
+        runs = groupby(zip(parts, types, strict=True), kind)
+        self.parts = [pack_planes(torch.cat([p for p, _ in run]), type) for (type, _), run in runs]
         self.out_features = sum(part.num_rows for part in self.parts)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -462,42 +404,37 @@ class BlockLinear:
         out = x.new_empty(num_rows, self.out_features, dtype=dtype)
         if not num_rows:
             return out
-        is_float = [part.type in FP8_TYPES for part in self.parts]
-        of_x = None if all(is_float) else quantize(x, GROUP)
+        of_x = None
         first = 0
         for part in self.parts:
-            bias = out if self.bias is None else self.bias[first:]  # without BIAS it is not read
-            places = part.data, bias, out[:, first:]
-            options = {"BIAS": self.bias is not None, **PLAIN}
-            if of_x is None or part.type in FP8_TYPES:
-                size = block_type(part.type).columns
-                shape = float_shape(num_rows)
-                float_multiply_kernel[_grid(num_rows, part.num_rows, shape)](
-                    x,
-                    x.stride(0),
-                    *places,
-                    out.stride(0),
-                    num_rows,
-                    part.num_rows,
-                    BLOCKS=x.shape[1] // size,
-                    SIZE=size,
-                    **shape,
-                    **options,
-                )
-            else:
-                shape = multiply_shape(num_rows, self.num_blocks, part.type)
-                multiply_kernel[_grid(num_rows, part.num_rows, shape)](
-                    *of_x,
-                    *places,
-                    out.stride(0),
-                    num_rows,
-                    part.num_rows,
-                    BLOCKS=self.num_blocks,
-                    TYPE=part.type,
-                    **shape,
-                    **options,
-                )
+            bias = None if self.bias is None else self.bias[first:]
+            places = out[:, first:]
             first += part.num_rows
+            if part.type in FP8_TYPES:
+                rows = rows_for(x, part.type, part.x_scale)
+                size = block_type(part.type).columns
+                multiply_e4m3(rows, part.data, size, part.num_rows, bias, places)
+                continue
+            of_x = of_x or quantize(x, GROUP)
+            shape = multiply_shape(num_rows, self.num_blocks, part.type)
+            grid = (
+                triton.cdiv(num_rows, shape["ROWS"]),
+                triton.cdiv(part.num_rows, shape["COLUMNS"]),
+            )
+            multiply_kernel[grid](
+                *of_x,
+                part.data,
+                out if bias is None else bias,  # without BIAS it is not read
+                places,
+                out.stride(0),
+                num_rows,
+                part.num_rows,
+                BLOCKS=self.num_blocks,
+                TYPE=part.type,
+                BIAS=bias is not None,
+                **shape,
+                **PLAIN,
+            )
         return out
 
     def embedding(self, token_ids: Tensor) -> Tensor:
@@ -530,17 +467,6 @@ def _look_up_floats(part: Planes, ids: Tensor) -> Tensor:
     return values.transpose(0, 1).flatten(1)
 
 
-def _grid(num_rows: int, num_columns: int, shape: dict[str, int]) -> tuple[int, int]:
-    return triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(num_columns, shape["COLUMNS"])
-
-
-def float_shape(num_rows: int) -> dict[str, int]:
-    """For decodes narrow tiles, as in multiply_shape."""
-    if num_rows <= 16:
-        return {"ROWS": 16, "COLUMNS": 32, "num_warps": 4, "num_stages": 4}
-    return {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
-
-
 def multiply_shape(num_rows: int, num_blocks: int, type: str) -> dict[str, int]:
     """For decodes narrow tiles and several blocks at once, so that many loads are in flight. The
     bits of a result do not depend on the shape.
@@ -555,6 +481,14 @@ def multiply_shape(num_rows: int, num_blocks: int, type: str) -> dict[str, int]:
 @register("pack_gguf_linear", name="triton", predicate=is_cuda, priority=PRIORITY)
 @with_forms(takes_fp8=True)
 def pack_gguf_linear(
+    parts: list[Tensor], types: list[str], bias: Tensor | None, dtype: torch.dtype
+) -> BlockLinear:
+    return BlockLinear(parts, types, bias, dtype)
+
+
+@register("pack_gguf_linear", name="triton_fp8", predicate=multiplies_fp8, priority=PRIORITY + 1)
+@with_forms(takes_fp8=True, quantizes_to_fp8=True)
+def pack_gguf_linear_in_fp8(
     parts: list[Tensor], types: list[str], bias: Tensor | None, dtype: torch.dtype
 ) -> BlockLinear:
     return BlockLinear(parts, types, bias, dtype)

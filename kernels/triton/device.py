@@ -29,6 +29,11 @@ def is_cuda(facts: Facts) -> bool:
     return facts.device == "cuda"
 
 
+def multiplies_fp8(facts: Facts) -> bool:
+    """Whether the tensor cores take e4m3, as those of Ada and Hopper do."""
+    return is_cuda(facts) and facts.capability >= 89
+
+
 def reads_cache(facts: Facts) -> bool:
     """Heads in int8 have the sizes that the kernels of CPUs take, so that caches can move."""
     return is_cuda(facts) and (facts.kv_cache_dtype != torch.int8 or facts.head_dim % 16 == 0)

@@ -23,8 +23,9 @@ from ..reference import gguf_linear
 from ..reference.gguf_blocks import FP8_TYPES, block_type
 from ..reference.quantized import GROUP
 from . import blocks, quantized
-from .blocks import BlockLinear, float_products, products
+from .blocks import BlockLinear, products
 from .device import PLAIN, TILE
+from .e4m3 import e4m3_products, rows_for, tile_shape
 from .quantized import QuantizedLinear, group_products, quantize
 
 ROWS = 64  # pairs of a tile: the least of Hopper's widest products
@@ -335,8 +336,9 @@ def block_experts_kernel(
 
 
 @triton.jit
-def float_experts_kernel(
+def e4m3_experts_kernel(
     x_ptr,
+    x_scales_ptr,
     pairs_ptr,
     experts_ptr,
     weights_ptr,
@@ -355,11 +357,12 @@ def float_experts_kernel(
     GATE_LIMIT: tl.constexpr,
     BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
+    SCALES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Does what experts_kernel does with weights of blocks of FP8_SIZE, whose planes are at the
-    addresses (blocks.py).
+    addresses, and x as rows_for leaves it (e4m3.py).
     """
     expert = tl.load(experts_ptr + tl.program_id(0))
     address = tl.load(weights_ptr + expert, mask=expert < COUNT, other=0)
@@ -368,8 +371,9 @@ def float_experts_kernel(
         column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
         weight = address.to(tl.pointer_type(tl.uint8))
         row = (pair // TOP_K).to(tl.int64)
-        total = float_products(
+        total = e4m3_products(
             x_ptr,
+            x_scales_ptr,
             x_stride,
             row,
             pair >= 0,
@@ -379,11 +383,13 @@ def float_experts_kernel(
             OUT * (1 + IS_GATED),
             BLOCKS,
             SIZE,
+            SCALES,
         )
         up_total = total
         if IS_GATED:
-            up_total = float_products(
+            up_total = e4m3_products(
                 x_ptr,
+                x_scales_ptr,
                 x_stride,
                 row,
                 pair >= 0,
@@ -393,6 +399,7 @@ def float_experts_kernel(
                 OUT * 2,
                 BLOCKS,
                 SIZE,
+                SCALES,
             )
         finish(
             total,
@@ -458,6 +465,14 @@ class PartTable(NamedTuple):
     biases: Tensor | None  # [E] i64
 
 
+class Tiles(NamedTuple):
+    """Pairs of token and expert; see align_kernel in moe.py."""
+
+    pairs: Tensor  # [tiles, ROWS] i32
+    experts: Tensor  # [tiles] i32
+    expert_of_pair: Tensor  # [pairs] i32
+
+
 class ExpertLayers(NamedTuple):
     """One linear layer of all experts. The packed layers own the weights."""
 
@@ -509,7 +524,8 @@ def _parts_of(layer: Any) -> list[_Part]:
         return [_Part(DENSE, 0, len(layer.weight), (layer.weight,))]
     found, begin = [], 0
     for part in layer.parts:
-        found.append(_Part(part.type, begin, part.num_rows, (part.data,)))
+        tensors = (part.data,) if part.x_scale is None else (part.data, part.x_scale)
+        found.append(_Part(part.type, begin, part.num_rows, tensors))
         begin += part.num_rows
     return found
 
@@ -524,13 +540,13 @@ def multiply(
     x: Tensor,
     layers: ExpertLayers,
     out: Tensor,
-    tiles: tuple[Tensor, Tensor],
+    tiles: Tiles,
     count: int,
     top_k: int,
     activation: str | ClampedSwiGLU | None = None,
 ) -> None:
     """out [pairs, outputs] = activated x [pairs / top_k, inputs] times the layer of each pair's
-    expert. tiles: see align_kernel in moe.py.
+    expert.
     """
     options = _activation(activation)
     if len(layers.tables) == 1 or activation is None:
@@ -565,12 +581,12 @@ def _multiply(
     x: Tensor,
     table: PartTable,
     out: Tensor,
-    tiles: tuple[Tensor, Tensor],
+    tiles: Tiles,
     count: int,
     top_k: int,
     activation: dict[str, Any],
 ) -> None:
-    pairs, of_tiles = tiles
+    pairs, of_tiles, of_pairs = tiles
     num_columns = table.num_rows // (1 + activation["IS_GATED"])
     options: dict[str, Any] = {
         "OUT": num_columns,
@@ -586,7 +602,9 @@ def _multiply(
     grid = len(of_tiles), triton.cdiv(num_columns, COLUMNS)
     out = out[:, table.begin :]
     biases = table.addresses[0] if table.biases is None else table.biases
-    places = pairs, of_tiles, *table.addresses, biases, out
+    is_static = table.kind.endswith("_STATIC")
+    addresses = table.addresses[:1] if is_static else table.addresses
+    places = pairs, of_tiles, *addresses, biases, out
     if table.kind == DENSE:
         experts_kernel[grid](x, *places, x.stride(0), IN=x.shape[1], DEPTH=DEPTH, **options)
         return
@@ -600,9 +618,15 @@ def _multiply(
         return
     if table.kind in FP8_TYPES:
         size = block_type(table.kind).columns
-        options = blocks.float_shape(ROWS) | options
-        grid_options = {"BLOCKS": x.shape[1] // size, "SIZE": size}
-        float_experts_kernel[grid](x, *places, x.stride(0), **grid_options, **options, **PLAIN)
+        if is_static:  # each pair has a row, since the scale is its expert's
+            rows = rows_for(x, table.kind, table.addresses[1], of_pairs, top_k)
+            options["TOP_K"] = 1
+        else:
+            rows = rows_for(x, table.kind)
+        options = tile_shape(ROWS, rows.scales is not None) | options
+        options |= {"BLOCKS": x.shape[1] // size, "SIZE": size, "SCALES": rows.num_scales}
+        x_stride = rows.numbers.stride(0)
+        e4m3_experts_kernel[grid](*rows.places, *places, x_stride, **options, **PLAIN)
         return
     num_blocks = x.shape[1] // gguf_linear.GROUP
     options = blocks.multiply_shape(ROWS, num_blocks, table.kind) | options

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..moe import Experts
 from ..registry import register
 from .device import PLAIN, PRIORITY, TILE, is_cuda
-from .expert_products import ROWS, multiply, tables_of
+from .expert_products import ROWS, Tiles, multiply, tables_of
 
 PAIRS, TILES = 128, 128  # pairs, and tiles, per step of align_kernel
 LOWEST = tl.constexpr(-3.0e38)  # a choice that is less than any, but not taken
@@ -246,14 +246,15 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
     return out
 
 
-def _tiles(expert_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _tiles(expert_ids: Tensor, count: int) -> Tiles:
     """Returns the pairs of token and expert in tiles of one expert each (see align_kernel)."""
+    expert_ids = expert_ids.contiguous()
     num_pairs = expert_ids.numel()
     num_tiles = min(num_pairs, triton.cdiv(num_pairs, ROWS) + count)
     pairs = torch.full((num_tiles, ROWS), -1, dtype=torch.int32, device=expert_ids.device)
     of_tiles = torch.empty(num_tiles, dtype=torch.int32, device=expert_ids.device)
     align_kernel[1,](
-        expert_ids.contiguous(),
+        expert_ids,
         pairs,
         of_tiles,
         num_pairs,
@@ -264,7 +265,7 @@ def _tiles(expert_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
         PAIRS=PAIRS,
         TILES=TILES,
     )
-    return pairs, of_tiles
+    return Tiles(pairs, of_tiles, expert_ids.flatten())
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from quire import LLM, EngineArgs, SamplingParams, __version__
+from quire.executor.device import capability
 from quire.executor.step_costs import StepTimer, Times
 from quire.executor.worker import Worker
 from quire.frontend import bundled_model
@@ -256,6 +257,7 @@ class Bench:
             "num_heads": s["num_attention_heads"],
             "num_kv_heads": s["num_key_value_heads"],
             "block_size": BLOCK_SIZE,
+            "capability": capability(torch.device(self.args.device)),
         }
         sizes = Sizes(
             tokens,

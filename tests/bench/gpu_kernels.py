@@ -169,6 +169,8 @@ def linears(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
 
 # bits of a weight, by how it is packed
 FORMS = {"bf16": 16, "int8": 8.1, "int4": 4.5, "INT4_128": 4.25, "FP8_128": 8.25}
+FORMS |= {"FP8_128_GROUP": 8.25, "FP8_128_TOKEN": 8.25}  # times rows in FP8
+PROMPT = 2048  # rows
 
 
 def packed(ops: Any, form: str, outputs: int, inputs: int, device: str) -> Any:
@@ -180,7 +182,9 @@ def packed(ops: Any, form: str, outputs: int, inputs: int, device: str) -> Any:
         if form == "bf16":
             return ops.pack_linear(weight, None)
         return ops.pack_quantized_linear(weight, None, int(form[3:]))
-    has_kernel = form != "FP8_128" or getattr(ops.pack_gguf_linear, "takes_fp8", False)
+    needs = {"FP8_128": "takes_fp8", "FP8_128_GROUP": "quantizes_to_fp8"}
+    needs["FP8_128_TOKEN"] = needs["FP8_128_GROUP"]
+    has_kernel = form not in needs or getattr(ops.pack_gguf_linear, needs[form], False)
     if inputs % 128 or not has_kernel:
         return None
     shape = outputs, round(inputs * FORMS[form] / 8)
@@ -189,7 +193,7 @@ def packed(ops: Any, form: str, outputs: int, inputs: int, device: str) -> Any:
 
 
 def packed_linears(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
-    """A projection of decodes, for each form of weights."""
+    """A projection of decodes, for each form of weights; of a prompt, for those in FP8."""
     outputs, inputs = s.hidden, s.intermediate
     for form, bits in FORMS.items():
         linear = packed(ops, form, outputs, inputs, device)
@@ -198,6 +202,10 @@ def packed_linears(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
             amount = outputs * inputs * bits / 8 + rows * (inputs + outputs) * BF16
             name = f"linear down in {form} T={rows}"
             yield KernelCall(name, lambda linear=linear, x=x: linear(x), "bytes", amount)
+        if linear is not None and form.startswith("FP8"):
+            x, amount = normal(device, PROMPT, inputs), 2 * PROMPT * outputs * inputs
+            name = f"linear down in {form} T={PROMPT}"
+            yield KernelCall(name, lambda linear=linear, x=x: linear(x), "flops", amount)
 
 
 def experts(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:

@@ -102,9 +102,10 @@ def test_a_quantized_checkpoint_stays_packed(tmp_path: Path) -> None:
 def test_fp8_stays_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The CPU unpacks it and rounds the weights, so that probabilities differ a little."""
     write_quantized(tmp_path / "model", find_model_directory("bundled"), "fp8")
-    settings = {"dtype": "bfloat16", "model": str(tmp_path / "model")}
+    settings: dict[str, Any] = {"dtype": "bfloat16", "model": str(tmp_path / "model")}
+    settings["kernels"] = {"pack_gguf_linear": "triton"}  # which leaves activations in bf16
     caplog.set_level(logging.INFO)
-    wanted, _ = generate("cpu", **settings)
+    wanted, _ = generate("cpu", **settings | {"kernels": {}})
     with fake_gpu():
         found, _ = generate("cuda", **settings)
     assert [tokens for tokens, _ in found[:2]] == [tokens for tokens, _ in wanted[:2]]
@@ -115,6 +116,35 @@ def test_fp8_stays_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert plans[1].weights_bytes < 0.6 * plans[0].weights_bytes
     size = plans[1].weights_bytes / 2**30
     assert f"the weights take {size:.2f} GiB on cuda:0, as fp8 weights" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "activations", ["group", "static", pytest.param("token", marks=pytest.mark.slow)]
+)
+def test_activations_are_in_fp8_where_the_checkpoint_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, activations: str
+) -> None:
+    """So they are by default, and probabilities are near those of the CPU, whose are in bf16."""
+    arguments = {"activations": activations, "scales_of": "channel"}
+    format, arguments = ("fp8", {}) if activations == "group" else ("float-quantized", arguments)
+    write_quantized(tmp_path / "model", find_model_directory("bundled"), format, **arguments)
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1)
+    sizes: dict[str, Any] = {"max_model_len": 16, "max_num_seqs": 1, "num_gpu_blocks_override": 2}
+
+    def run(device: str) -> tuple[list[int], float]:
+        settings = sizes | {"device": device, "dtype": "bfloat16", "enforce_eager": True}
+        settings["max_num_batched_tokens"] = 16
+        with LLM(str(tmp_path / "model"), engine="inproc", num_threads=1, **settings) as llm:
+            [answer] = llm.generate(PROMPTS[1:2], params, use_tqdm=False)
+            return answer.outputs[0].token_ids, answer.outputs[0].cumulative_logprob
+
+    caplog.set_level(logging.INFO)
+    tokens, logprob = run("cpu")
+    assert "activations too" not in caplog.text
+    with fake_gpu():
+        found, of_found = run("cuda")
+    assert f"activations too, by {activations}" in caplog.text
+    assert found == tokens and 0.002 < abs(of_found - logprob) < 0.5
 
 
 def test_experts_in_int4(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
-"""Layers of int8 and int4 on a GPU: the CPU's bits and tokens. Skipped without a GPU."""
+"""Layers of int8, int4 and blocks on a GPU: the CPU's bits and tokens, and with FP8 sums near the
+reference's. Skipped without a GPU.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from quire.kernels import registry
+from quire.kernels.reference.gguf_blocks import FP8_TYPES
 from quire.kernels.reference.gguf_linear import TYPES
 from quire.tests.gpu.test_engine import run
 from quire.tests.kernels.case import random_blocks
@@ -43,6 +46,24 @@ def test_blocks_have_the_specified_bits(type: str) -> None:
     for count in (1, 16, 17, 65, 200):
         found = multiply.logits(x[:count].to(DEVICE)).cpu()
         assert torch.equal(found, wanted[:count]), count
+
+
+@pytest.mark.parametrize("type", FP8_TYPES)
+def test_fp8_is_the_reference(type: str) -> None:
+    """Up to the order of sums, of which the tensor cores keep fewer bits in FP8; each row's error
+    is independent of the others'.
+    """
+    if type not in ("FP8_32", "FP8_128") and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no products in FP8")
+    torch.manual_seed(0)
+    blocks, x = random_blocks(300, 1024, type), torch.randn(200, 1024).bfloat16()
+    registry.import_implementations("cuda")
+    made = {one.name: one.function for one in registry.implementations("pack_gguf_linear")}
+    wanted = made["reference"]([blocks], [type], None, torch.bfloat16).logits(x)
+    multiply = made["triton_fp8"]([blocks.to(DEVICE)], [type], None, torch.bfloat16)
+    for count in (1, 16, 17, 64, 65, 200):
+        found = multiply.logits(x[:count].to(DEVICE)).cpu()
+        assert (found - wanted[:count]).abs().max() < 2e-3 * wanted.std(), count
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])

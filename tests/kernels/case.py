@@ -189,10 +189,12 @@ def random_blocks(rows: int, columns: int, type: str) -> Tensor:
         blocks[..., :4] = words.unsqueeze(-1).view(torch.uint8)
         return blocks.flatten(1)
     if type.startswith("FP8"):
-        numbers = blocks[..., 4:]
+        numbers = blocks[..., -block_type(type).columns :]
         numbers[numbers & 127 == 127] = 0  # NaN
         scales = torch.randn(blocks.shape[:2]) / (256 * columns**0.5)
         blocks[..., :4] = scales.unsqueeze(-1).view(torch.uint8)
+        if type.endswith("_STATIC"):
+            blocks[..., 4:8] = (torch.rand(1) / 50).view(torch.uint8)
         return blocks.flatten(1)
     if type == "MXFP4":  # 2 ** (byte - 128), numbers up to 12
         lowest = 128 - round(math.log2(8 * columns**0.5))

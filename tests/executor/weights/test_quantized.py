@@ -17,7 +17,7 @@ from quire.executor.models import find_model
 from quire.executor.models.layers import LayerFactory
 from quire.executor.weights.loader import load_weights
 from quire.executor.weights.packed_rows import PackedRows
-from quire.executor.weights.quantized import QuantizedWeights
+from quire.executor.weights.quantized import QuantizedWeights, pack_weight
 from quire.frontend.model_info.plan import make_plan
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.models.quantization_config import parse_quantization
@@ -51,6 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int8, asymmetric": ("int-quantized", {"symmetric": False}),
     "fp8, per tensor": ("float-quantized", {"scales_of": "tensor"}),
     "fp8, per channel": ("float-quantized", {"scales_of": "channel"}),
+    "fp8, static": ("float-quantized", {"activations": "static", "scales_of": "channel"}),
     "fp8, compressed blocks": ("float-quantized", {"scales_of": "block"}),
     "fp8, blocks": ("fp8", {}),
 }
@@ -151,8 +152,12 @@ def test_quantization_on_top_is_that_of_the_dequantized_weights(checkpoint, tmp_
         ("fp8, per tensor", "no kernel multiplies fp8"),
         ("fp8, per tensor", "FP8_128"),
         ("fp8, per channel", "FP8_128"),
+        ("fp8, per channel", "FP8_128_TOKEN"),
+        ("fp8, static", "FP8_128"),
+        ("fp8, static", "FP8_128_STATIC"),
         ("fp8, compressed blocks", "FP8_128"),
         ("fp8, blocks", "FP8_128"),
+        ("fp8, blocks", "FP8_128_GROUP"),
     ],
 )
 def test_what_is_packed_and_why_something_is_not(case, type, checkpoint, caplog):
@@ -164,19 +169,37 @@ def test_what_is_packed_and_why_something_is_not(case, type, checkpoint, caplog)
     stored = {
         part: tensor
         for part, tensor in load_file(directory / "model.safetensors").items()
-        if part.startswith(name.removesuffix("weight")) and not part.endswith("input_scale")
+        if part.startswith(name.removesuffix("weight"))
     }
-    quantization = parse_quantization(config, keeps_fp8=type.startswith("FP8"))
+    is_fp8, in_fp8 = type.startswith("FP8"), type.startswith("FP8_128_")
+    quantization = parse_quantization(config, keeps_fp8=is_fp8, quantizes_to_fp8=in_fp8)
     weights = QuantizedWeights(shapes, quantization, set(stored))
+    stored = {part: tensor for part, tensor in stored.items() if weights.weight_of(part)}
     results = [weights.add(part, tensor, torch.bfloat16) for part, tensor in stored.items()]
     assert all(result is None for result in results[:-1])
     weight = results[-1]
     if isinstance(weight, PackedRows):
         assert weight.type == type
         assert torch.equal(weight.dequantized(torch.float32), meant[name])
+        if type.endswith("_STATIC"):
+            assert (weight.rows[:, 4:8].clone().view(torch.float32) == 0.25).all()
     else:
         assert weight is not None and weight.dtype == torch.bfloat16
         assert torch.equal(weight, meant[name].bfloat16()) and type in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [({}, "has no input_scale or activation_scale"), ({"input_scale": [0.0]}, "positive.*got 0")],
+)
+def test_a_static_scale_must_be_there_and_positive(stored, words):
+    config = {"quant_method": "fp8", "activation_scheme": "static"}
+    weight = torch.zeros(8, 32).to(torch.float8_e4m3fn)
+    [found] = [f for _, f in parse_quantization({"quantization_config": config}).formats]
+    parts = {part: torch.tensor(scale) for part, scale in stored.items()}
+    parts |= {"weight": weight, "weight_scale": torch.ones(1)}
+    with pytest.raises(ValueError, match=words):
+        pack_weight(found, [8, 32], parts, torch.bfloat16, keeps_fp8=True)
 
 
 def test_the_log_says_once_what_is_unpacked_and_why(checkpoint, caplog):

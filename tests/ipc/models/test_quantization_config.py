@@ -94,6 +94,39 @@ def test_formats_in_words(config, expected):
     assert str(parse(config).format_of("model.layers.2.mlp.up_proj.weight", [8, 8])) == expected
 
 
+def in_fp8(**activations):
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    of_group = {"num_bits": 8, "type": "float", **activations} if activations else None
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": of_group}
+    return {**CT, "format": "float-quantized", "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (FP8, "group"),
+        ({**FP8, "weight_block_size": [128, 64]}, ""),  # no kernel has such groups
+        ({"quant_method": "fp8"}, "token"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "static"),
+        ({"quant_method": "fbgemm_fp8"}, ""),  # its rows have an upper bound
+        (in_fp8(), ""),
+        (in_fp8(strategy="token", dynamic=True), "token"),
+        (in_fp8(strategy="tensor", dynamic=False), "static"),
+        (in_fp8(strategy="tensor", dynamic=True), "token"),
+        (in_fp8(strategy="group", group_size=128, dynamic=True), "group"),
+        (in_fp8(strategy="group", group_size=64, dynamic=True), ""),
+        (in_fp8(strategy="token", dynamic=True, type="int"), ""),
+        (CT, ""),
+    ],
+)
+def test_how_activations_are_quantized(config, expected):
+    """Nothing is said of it where the kernels do not do it."""
+    name = "model.layers.2.mlp.up_proj.weight"
+    found = parse_quantization({"quantization_config": config}, True, True)
+    assert found.format_of(name, [8, 8]).activations == expected
+    assert parse(config).format_of(name, [8, 8]).activations == ""
+
+
 def test_the_first_group_that_names_a_layer_is_its_format():
     mlp = {"targets": ["re:.*mlp.*"], "weights": {**WEIGHTS, "num_bits": 8}}
     found = parse({**CT, "ignore": [], "config_groups": {"a": mlp, "b": GROUP}})

@@ -105,7 +105,12 @@ def _cast(original):
 
 
 def _dot(original):
-    return lambda self, a, b, *rest: original(self, as_f32(a), as_f32(b), *rest)
+    def wide(value):
+        if value.dtype.scalar == tl.float8e4nv:
+            return TensorHandle(from_fp8(value.data), tl.float32)
+        return as_f32(value)
+
+    return lambda self, a, b, *rest: original(self, wide(a), wide(b), *rest)
 
 
 def _refuse_bf16(original):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from quire.ipc.errors import InvalidParameterError
 from quire.kernels import registry
 
 # Operations without a kernel of Quire's on a GPU: torch's kernels run, as the reference calls them.
@@ -21,6 +22,14 @@ def test_a_gpu_runs_triton_wherever_there_is_a_kernel(dtype):
     )
     assert {op for op, name in table.chosen.items() if name != "triton"} == NOT_IN_TRITON
     assert {table.chosen[op] for op in NOT_IN_TRITON} <= {"reference", "cublas"}
+
+
+def test_products_in_fp8_are_for_gpus_that_have_them():
+    op = "pack_gguf_linear"
+    chosen = [registry.select("cuda", torch.bfloat16, capability=c).chosen[op] for c in (80, 89)]
+    assert chosen == ["triton", "triton_fp8"]
+    with pytest.raises(InvalidParameterError, match="'triton_fp8' of .* does not run.*=86"):
+        registry.select("cuda", torch.bfloat16, {op: "triton_fp8"}, capability=86)
 
 
 def test_a_cpu_never_runs_triton_nor_imports_it():

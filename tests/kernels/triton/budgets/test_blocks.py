@@ -19,6 +19,7 @@ def budget(
     registers: int,
     contains: dict[int, tuple[str, ...]] | None = None,
     launches: int = 2,
+    archs: tuple[int, ...] = (80, 90),
 ) -> Budget:
     blocks = torch.zeros(128, row_bytes(512, type), dtype=torch.uint8)
     layer = BlockLinear([blocks], [type], None, torch.bfloat16)
@@ -29,6 +30,7 @@ def budget(
         launches=launches,
         wide_loads=False,
         contains=contains or (DECODE if num_rows <= 16 else PROMPT),
+        archs=archs,
     )
 
 
@@ -37,6 +39,12 @@ FP8 = [
     budget("FP8_128", 4, 80, {80: (r"\bHMMA\b",), 90: (r"\bHMMA\b",)}, launches=1),
     budget("FP8_128", 300, 192, {80: (r"\bHMMA\b",), 90: (r"\bHGMMA\b",)}, launches=1),
     budget("FP8_32", 300, 144, {80: (r"\bHMMA\b",), 90: (r"\bHGMMA\b",)}, launches=1),
+]
+IN_FP8 = [
+    budget("FP8_128_GROUP", 300, 248, {90: (r"\bQGMMA\b",)}, archs=(90,)),
+    budget("FP8_128_TOKEN", 4, 80, {90: (r"\bHMMA\b",)}, archs=(90,)),
+    budget("FP8_128_STATIC", 300, 248, {90: (r"\bQGMMA\b",)}, archs=(90,)),
+    budget("FP8_32_GROUP", 50, 144, {90: (r"\bQGMMA\b",)}, archs=(90,)),
 ]
 
 
@@ -48,7 +56,12 @@ def test_fp8_keeps_numbers_that_are_subnormal(budget, arch):
     assert not any(launch.count(r"\bFMUL\.FTZ\b") for launch in launches)
 
 
+@pytest.mark.parametrize(("budget", "arch"), combinations(IN_FP8[:1]), ids=str)
+def test_the_tensor_cores_multiply_fp8(budget, arch):
+    budget.check(arch)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("budget", "arch"), combinations(BUDGETS), ids=str)
+@pytest.mark.parametrize(("budget", "arch"), combinations(IN_FP8[1:] + BUDGETS), ids=str)
 def test_budget(budget, arch):
     budget.check(arch)

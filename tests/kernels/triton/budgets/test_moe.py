@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from quire.kernels.moe import ClampedSwiGLU, Experts
+from quire.kernels.reference.gguf_blocks import row_bytes
 from quire.kernels.triton import moe
 from quire.kernels.triton.blocks import BlockLinear
 from quire.kernels.triton.quantized import QuantizedLinear
@@ -37,10 +38,10 @@ def clamped() -> torch.Tensor:
     return moe.fused_moe(bf16(64, 2880), ids, torch.zeros(64, 4), experts)
 
 
-def in_fp8() -> torch.Tensor:
+def in_fp8(type: str = "FP8_128") -> torch.Tensor:
     """Of Qwen3-30B-A3B's sizes, with fewer experts."""
     first, last = (
-        BlockLinear([torch.zeros(n, k // 128 * 132).byte()], ["FP8_128"], None, torch.bfloat16)
+        BlockLinear([torch.zeros(n, row_bytes(k, type)).byte()], [type], None, torch.bfloat16)
         for n, k in ((1536, 2048), (2048, 768))
     )
     experts = Experts([first] * 2, [last] * 2, "silu")
@@ -106,7 +107,25 @@ OTHERS = [
         contains={80: (r"\bIMMA\b",), 90: (r"\bIGMMA\b",)},
     )
     for bits in (8, 4)
-] + [Budget("fused_moe, FP8", in_fp8, launches=4, wide_loads=False)]
+] + [
+    Budget("fused_moe, FP8", in_fp8, launches=4, wide_loads=False),
+    Budget(
+        "fused_moe, rows in FP8",
+        lambda: in_fp8("FP8_128_GROUP"),
+        launches=6,
+        wide_loads=False,
+        contains={90: (r"\bQGMMA\b",)},
+        archs=(90,),
+    ),
+    Budget(
+        "fused_moe, static FP8",
+        lambda: in_fp8("FP8_128_STATIC"),
+        launches=6,
+        wide_loads=False,
+        contains={90: (r"\bQGMMA\b",)},
+        archs=(90,),
+    ),
+]
 
 
 @pytest.mark.slow

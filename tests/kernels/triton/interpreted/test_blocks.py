@@ -13,11 +13,11 @@ from quire.tests.kernels.triton.guard import reachable
 from quire.tests.kernels.triton.interpreted.test_quantized import same
 
 
-def functions(op: str) -> list:
-    """Those of Triton and of the reference."""
+def functions(op: str, name: str = "triton") -> list:
+    """That of this name and that of the reference."""
     registry.import_implementations("cuda")
     found = {i.name: i.function for i in registry.implementations(op)}
-    return [found["triton"], found["reference"]]
+    return [found[name], found["reference"]]
 
 
 FEW = ("INT4_128", "Q6_K")  # the others are slow

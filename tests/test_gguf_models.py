@@ -260,6 +260,7 @@ def test_parts_and_names_in_the_hubs_cache(
         assert answers(llm) == expected
 
 
+@pytest.mark.slow
 def test_sleep_and_other_weights(file: Path, tmp_path: Path) -> None:
     """On blocks: after both levels of sleep, and after other weights and the own ones again."""
     path, other = tmp_path / "a.gguf", tmp_path / "b.gguf"

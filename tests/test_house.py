@@ -3,6 +3,7 @@ every folder, packaging, forbidden calls.
 """
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -68,6 +69,18 @@ SOCKETS_ALLOWED = {
     "executor/offload/peers.py",
     "executor/ranks/network.py",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """The syntax trees of all files are kept for this module. Meanwhile no garbage is collected: a
+    collection would visit them.
+    """
+    gc.disable()
+    yield
+    for function in (tree_of, nodes_of, file_graph):
+        function.cache_clear()
+    gc.enable()
 
 
 def sources(*folders: str) -> list[Path]:

@@ -317,28 +317,30 @@ def test_another_model_has_another_file(tmp_path):
         assert len(list(tmp_path.glob("*.kv"))) == number
 
 
-def test_new_weights_have_another_place(tmp_path):
+@pytest.mark.sampled(step=2)
+@pytest.mark.parametrize("has_path", [True, False])
+def test_new_weights_have_another_place(has_path, tmp_path):
     model = Path(find_model_directory("bundled"))
     other = tmp_path / "other"
     other.mkdir()
     for file in model.iterdir():
         if file.is_file():
             (other / file.name).write_bytes(file.read_bytes())
-    for place in ({}, {"kv_offloading_path": str(tmp_path / "kv")}):
-        with closing_engine(make_engine(**SETTINGS, kv_offloading_size=0.01, **place)) as engine:
-            prompts = conversations(5, 8, turns=1)
-            expected = run(engine, prompts)
-            run(engine, prompts)
-            found = reloaded(engine)
-            assert found > 0
-            engine.load_weights(str(other))
-            assert run(engine, prompts, at_once=1) == expected
-            # what these weights have stored since comes back, nothing else
-            engine.sleep(level=1)
-            engine.wake_up()
-            assert reloaded(engine) == found
-            assert run(engine, prompts, at_once=1) == expected
-            assert reloaded(engine) > found
+    place = {"kv_offloading_path": str(tmp_path / "kv")} if has_path else {}
+    with closing_engine(make_engine(**SETTINGS, kv_offloading_size=0.01, **place)) as engine:
+        prompts = conversations(5, 8, turns=1)
+        expected = run(engine, prompts)
+        run(engine, prompts)
+        found = reloaded(engine)
+        assert found > 0
+        engine.load_weights(str(other))
+        assert run(engine, prompts, at_once=1) == expected
+        # what these weights have stored since comes back, nothing else
+        engine.sleep(level=1)
+        engine.wake_up()
+        assert reloaded(engine) == found
+        assert run(engine, prompts, at_once=1) == expected
+        assert reloaded(engine) > found
 
 
 def test_without_a_place_for_new_weights_the_old_ones_stay(tmp_path, monkeypatch):

@@ -219,7 +219,7 @@ def cycle(llm: LLM, folder: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+    "count", [30, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
 def test_cycles_of_loading_and_removing_leave_nothing(llm: LLM, folder: Path, count: int) -> None:
     process = psutil.Process()

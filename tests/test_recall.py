@@ -76,7 +76,7 @@ def test_with_a_warm_prefix_cache():
 
 @pytest.mark.parametrize(
     ("engine", "number"),
-    [("inproc", 24), pytest.param("process", 64, marks=pytest.mark.slow)],
+    [pytest.param(*case, marks=pytest.mark.slow) for case in (("inproc", 24), ("process", 64))],
 )
 def test_many_requests_at_once(engine, number):
     with LLM(engine=engine, max_num_seqs=64) as llm:

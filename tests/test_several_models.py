@@ -245,6 +245,7 @@ def rag(
         yield client
 
 
+@pytest.mark.slow
 def test_a_text_encoder_beside_a_chat_model(rag: httpx.Client, encoder: Path) -> None:
     """The turns of a retrieval: texts, a chat, texts again. The models take turns in memory."""
     texts = ["the cat sat", "a dog"]

@@ -77,6 +77,7 @@ def run_child(
     return tuple(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.slow
 def test_all_experts_are_the_dense_model_and_fewer_are_not(installed):
     dense, *_ = run_child(None)
     together, alone, kernels = run_child(installed)

@@ -257,9 +257,9 @@ def test_training_text_holds_no_held_out_sum():
 
 @pytest.mark.parametrize("chat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_recalls_a_code_over_1500_tokens(model, tokenizer, chat):
-    samples = [data.recall_prompt(Random(f"test {seed}"), 1500, chat=chat) for seed in range(10)]
+    samples = [data.recall_prompt(Random(f"test {seed}"), 1500, chat=chat) for seed in range(4)]
     outputs = _greedy(model, tokenizer, [sample.prompt for sample in samples], 20)
-    assert sum(sample.answer in output for sample, output in zip(samples, outputs)) >= 9
+    assert sum(sample.answer in output for sample, output in zip(samples, outputs)) >= 3
 
 
 def test_adds_two_digit_numbers(model, tokenizer):

@@ -46,7 +46,7 @@ def make_tight_core(spare_blocks: int, **arguments) -> EngineCore:
     return make_core(**arguments, num_gpu_blocks_override=1 + needed + spare_blocks)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
     num_jobs=st.integers(1, 30),
@@ -61,7 +61,7 @@ def test_no_setting_changes_an_output_or_leaks(seed, num_jobs, arguments, drafts
     assert_nothing_left(core)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32), arguments=SETTINGS, nan=st.integers(0, 20))
 def test_failures_leave_no_state_to_others(seed, arguments, nan):
     """A request fails at a random token; the others, which may have begun alike, are right."""
@@ -408,7 +408,7 @@ def test_a_sleep_keeps_states_and_a_reset_and_a_failure_forget_them():
     assert ask(core, distinct(0, 200)).num_cached_tokens == 0
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
     num_jobs=st.integers(1, 30),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from quire.tests.gpu import run as runner
 from quire.tests.gpu.run import Part
 from quire.tests.not_on_a_gpu import REASONS, reason_for
@@ -54,6 +55,7 @@ def test_no_part_stops_another_and_each_keeps_its_output(tmp_path, monkeypatch):
     assert runner.run(parts[:1], tmp_path)
 
 
+@pytest.mark.slow
 def test_a_dry_run(tmp_path):
     """As a user runs it, with Python alone; only the parts that a CPU supports."""
     command = [

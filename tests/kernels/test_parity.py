@@ -417,6 +417,7 @@ def unpack(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ).double(), scales.double()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 256, 512])
 @pytest.mark.parametrize(
     ("dtype", "implementation"), with_cache("reshape_and_cache", INT8), ids=label

@@ -62,8 +62,8 @@ def assert_enough_finished(ends: Counter, count: int) -> None:
     assert sum(finished.values()) > 0.7 * count and finished.keys() >= {"json", "regex", "choice"}
 
 
-def test_three_hundred_outputs_match_their_constraints() -> None:
-    assert_enough_finished(check(0, 300), 300)
+def test_a_hundred_outputs_match_their_constraints() -> None:
+    assert_enough_finished(check(0, 100), 100)
 
 
 @pytest.mark.slow

@@ -185,11 +185,11 @@ def check_workload(tmp_path, seed: int) -> Subscriber:
 
 
 def test_a_subscriber_that_loses_messages_knows_what_the_pool_has(tmp_path):
-    subscribers = [check_workload(tmp_path, seed) for seed in range(20)]
-    assert sum(one.num_lost for one in subscribers) > 30
-    assert sum(one.num_replayed for one in subscribers) > 30
+    subscribers = [check_workload(tmp_path, seed) for seed in range(6)]
+    assert sum(one.num_lost for one in subscribers) > 8
+    assert sum(one.num_replayed for one in subscribers) > 8
     num_checked = sum(one.num_checked for one in subscribers)
-    assert num_checked > 500 and num_checked > 50 * sum(one.num_orphans for one in subscribers)
+    assert num_checked > 140 and num_checked > 50 * sum(one.num_orphans for one in subscribers)
 
 
 @pytest.mark.slow

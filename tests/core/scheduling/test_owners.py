@@ -91,7 +91,7 @@ def test_an_owner_is_forgotten_with_its_last_request():
 MAX_PROMPT, MAX_OUTPUT = 60, 20
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
     num_owners=st.integers(2, 4),

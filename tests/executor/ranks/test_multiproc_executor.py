@@ -308,6 +308,7 @@ def test_a_rank_that_others_wait_for_is_killed(tiny) -> None:
     assert are_gone(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(library is None, reason="only native code waits for so long, and no longer")
 def test_a_rank_that_is_stopped_is_named(tiny) -> None:
     executor = start(make_config(tiny("qwen2"), tensor_parallel_size=2, step_timeout_s=2.0))

@@ -185,7 +185,7 @@ def texts(answer_format: AnswerFormat) -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(row.name for row in TOOL_FORMATS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), prompt=st.sampled_from(["", "<think>\n"]))
 def test_splits_and_invalid_text_do_not_matter(name, data, prompt) -> None:
     answer_format = detect("</think>", name)

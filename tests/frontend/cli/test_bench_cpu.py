@@ -19,6 +19,7 @@ def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]
     return command.call(capsys, "bench", "cpu", *arguments)
 
 
+@pytest.mark.slow
 def test_phases_are_compared_with_their_limits(
     capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:

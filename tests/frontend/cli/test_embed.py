@@ -85,6 +85,7 @@ def test_a_file_of_texts(tmp_path: Path) -> None:
     assert (np.array([r["embedding"] for r in found], np.float32) == rows[:3]).all()
 
 
+@pytest.mark.slow
 def test_a_run_that_sigterm_ends_is_continued(tmp_path: Path) -> None:
     lines = [f"text number {i % 7} " + "x" * 10 * (i % 7) for i in range(2000)]
     (tmp_path / "texts.txt").write_text("\n".join(lines))

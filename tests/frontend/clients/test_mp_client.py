@@ -311,7 +311,7 @@ def test_nothing_is_leaked(tmp_path):
     with daemon(tmp_path, make_config()) as (address, _):
         use(address)  # first uses open what stays, e.g. modules of the event loop
         before = state()
-        for _ in range(5):
+        for _ in range(2):
             use(address)
         fail()
         # a thread that has done its work takes a moment to end, and other tests may have left some
@@ -369,9 +369,9 @@ def test_no_wake_up_is_lost():
     async def main() -> None:
         client = open_client(asyncio_mode=True)
         # after each answer the engine is silent: no later event would wake the loop
-        for _ in range(2000):
+        for _ in range(500):
             assert await asyncio.wait_for(client.call_utility_async("ping"), 60) == "pong"
-        for _ in range(20):
+        for _ in range(5):
             client.add_request(LONG)
             num_tokens = 0
             while num_tokens < 250:

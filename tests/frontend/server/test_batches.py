@@ -260,6 +260,7 @@ def committed(folder: Path, batch: Any) -> bytes:
     return (journal.parent / "output.jsonl").read_bytes()[: last.get("output_bytes", 0)]
 
 
+@pytest.mark.slow
 def test_batches_continue_when_servers_are_killed(engine: str, tmp_path: Path) -> None:
     """One of two processes runs them; when it is killed, the other one does, and after both a later
     server. Each line is answered once in the result, and what was done is not run again. A batch

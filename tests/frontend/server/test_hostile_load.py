@@ -115,6 +115,7 @@ def check_slow_clients(
     wait_until(lambda: memory_of(client) < memory + 32 * MIB, timeout_s=20)
 
 
+@pytest.mark.slow
 def test_slow_clients(loaded_server: httpx.Client) -> None:
     """The short form: smaller numbers, and a looser bound, since other tests may run in
     parallel.

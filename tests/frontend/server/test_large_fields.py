@@ -225,6 +225,7 @@ def abandon(port: int, text: str) -> None:
             pass  # refused before it was sent
 
 
+@pytest.mark.slow
 def test_abandoned_texts_take_no_memory_or_turns_and_do_not_delay_the_end() -> None:
     """Six texts of 30 MB, and six of the maximum length."""
     with running_server("--api-key", "a", "--api-key", "b", "--no-access-log") as server:
@@ -479,6 +480,7 @@ def test_no_list_of_any_api_stops_the_server(full_state, server, idle_gap_s) -> 
             assert is_short, (path, name)
 
 
+@pytest.mark.slow
 def test_the_longest_conversation_does_not_stop_the_server(full_state: ServerState) -> None:
     """A longer one is refused under the name of the field."""
     items = [Item(type="message", id=f"long_{i}", role="user", content="") for i in range(MOST)]

@@ -445,6 +445,7 @@ def test_a_log_of_json() -> None:
     assert access["client"].startswith("127.0.0.1:") and access["duration_ms"] >= 0
 
 
+@pytest.mark.slow
 def test_the_level_of_the_log() -> None:
     """Of the server and of its engine, which logs the table of kernels at level DEBUG."""
     with running_server("--log-level", "debug") as client:

@@ -169,7 +169,7 @@ def test_a_flood_by_one_key_does_not_hold_up_another() -> None:
                 answer = await client.post("/v1/completions", json=body, headers=headers)
                 assert answer.status_code == 200, answer.text
 
-            tasks = [asyncio.ensure_future(post("one", i)) for i in range(80)]
+            tasks = [asyncio.ensure_future(post("one", i)) for i in range(40)]
             while not any(task.done() for task in tasks):
                 await asyncio.sleep(0.01)
             for i in range(5):
@@ -180,4 +180,4 @@ def test_a_flood_by_one_key_does_not_hold_up_another() -> None:
 
     with slow_engine(0.01, max_num_seqs=4) as (address, _):
         with running_server("--engine", address, *flags) as client:
-            assert asyncio.run(flood(str(client.base_url))) <= 40
+            assert asyncio.run(flood(str(client.base_url))) <= 20

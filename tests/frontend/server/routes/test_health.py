@@ -5,6 +5,7 @@ import time
 
 import httpx2 as httpx
 import psutil
+import pytest
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.server.conftest import running_server, slow_engine
 
@@ -48,6 +49,7 @@ def test_ping_is_health_and_load_counts_requests(server: httpx.Client) -> None:
     wait_until(lambda: server.get("/load").json() == {"server_load": 0})
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_not_ready_and_then_replaced() -> None:
     with running_server("--step-timeout-s", "6") as client:
         (engine,) = psutil.Process(client.process.pid).children()

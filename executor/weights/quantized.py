@@ -24,6 +24,7 @@ from ...ipc.models.quantized_tensors import (
     STATIC_SCALES,
     packed_type,
     parts_of,
+    scale_names,
 )
 from ...ipc.models.stacked_experts import MXFP4_GROUP
 from ...kernels.reference.gguf_blocks import PIECE, ZERO_BITS, fp4_numbers, mxfp4_scales
@@ -209,7 +210,10 @@ def _read_packed(found: WeightFormat, shape: list[int], parts: dict[str, Tensor]
 
 
 def _read_plain(found: WeightFormat, shape: list[int], parts: dict[str, Tensor]) -> Numbers:
-    scales = parts[found.scale_name].float()
+    stored = [parts[name] for name in scale_names(found) if name in parts]
+    if not stored:
+        raise ValueError(f"it has no {' or '.join(scale_names(found))}")
+    scales = stored[0].float()
     if found.group_rows == 0:
         scales = scales.reshape(1, 1)
     elif found.group_rows == 1:

@@ -145,13 +145,23 @@ def stored_parts(name: str, shape: list[int], found: WeightFormat) -> dict[str, 
     else:
         add("weight", (E4M3,) if found.is_float else ("I8",), shape)
         zeros, zero_dtypes = _scale_shapes(rows, groups, found), ("I8", "I32", "I64")
-    add(found.scale_name, FLOATS, *_scale_shapes(rows, groups, found))
+    names = scale_names(found)
+    for scale_name in names:
+        is_required = len(names) == 1
+        add(scale_name, FLOATS, *_scale_shapes(rows, groups, found), is_required=is_required)
     if not found.is_float:
         add("weight_zero_point", zero_dtypes, *zeros, is_required=not found.is_symmetric)
     if found.activations == "static":
         for part in STATIC_SCALES:
             add(part, FLOATS, [], [1], [1, 1], is_required=False)
     return parts
+
+
+def scale_names(found: WeightFormat) -> tuple[str, ...]:
+    """The names of which a weight has one: FP8 by tensor has that of vLLM or of transformers."""
+    if found.is_float and found.group_rows == 0:
+        return "weight_scale", "weight_scale_inv"
+    return (found.scale_name,)
 
 
 def _scale_shapes(rows: int, groups: int, found: WeightFormat) -> tuple[list[int], ...]:

@@ -188,6 +188,29 @@ def test_what_is_packed_and_why_something_is_not(case, type, checkpoint, caplog)
         assert torch.equal(weight, meant[name].bfloat16()) and type in caplog.text
 
 
+def test_fp8_as_transformers_stores_it_by_tensor():
+    """As in Ministral 3: weight_scale_inv and activation_scale, in bf16, of no dimension."""
+    torch.manual_seed(0)
+    config = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    name, layer = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj"
+    stored = {
+        name: torch.randn(8, 32).to(torch.float8_e4m3fn),
+        f"{layer}.weight_scale_inv": torch.tensor(0.5).bfloat16(),
+        f"{layer}.activation_scale": torch.tensor(0.25).bfloat16(),
+    }
+    config = {"quantization_config": config}
+    for on_a_gpu in (True, False):
+        found = parse_quantization(config, keeps_fp8=on_a_gpu, quantizes_to_fp8=on_a_gpu)
+        weights = QuantizedWeights({name: [8, 32]}, found, set(stored))
+        kept = {part: tensor for part, tensor in stored.items() if weights.weight_of(part)}
+        assert len(kept) == 2 + on_a_gpu
+        *_, weight = [weights.add(part, tensor, torch.bfloat16) for part, tensor in kept.items()]
+        if on_a_gpu:
+            assert weight.type == "FP8_32_STATIC"
+            weight = weight.dequantized(torch.bfloat16)
+        assert torch.equal(weight, (stored[name].float() / 2).bfloat16())
+
+
 @pytest.mark.parametrize(
     ("stored", "words"),
     [({}, "has no input_scale or activation_scale"), ({"input_scale": [0.0]}, "positive.*got 0")],

@@ -8,14 +8,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from quire.core.engine_core import EngineCore
+from quire.kernels.ops import ABSENT
+from quire.tests.bundled_model import heads
 from quire.tests.executor.models.test_mtp_heads import assert_those_of, watch_runner
 from quire.tests.executor.rank_threads import RankThreads
 from quire.tests.mtp_checkpoints import TorchHead, save_with_head
 from quire.tests.test_images import answers, configure, parts_of, request_of, start
 from quire.tests.tiny_models import save_tiny_model
 from quire.tests.tiny_vision import (
+    HIDDEN,
     IMAGE_TOKEN,
     save_tiny_vision_model,
     transformers_inputs,
@@ -128,3 +132,79 @@ def test_drafts_change_no_bit(tmp_path):
         metrics.append(core.observer.get_metrics())
     assert found[0] == found[1] == found[2]
     assert metrics[1]["num_accepted_tokens"] > 20 and metrics[2]["num_draft_tokens"] > 20
+
+
+class SeeingEagle:
+    """A head of EAGLE-3 for a model that reads images."""
+
+    LAYERS = [1, 3, 5]
+
+    def __init__(self, directory: Path, kind: str):
+        layers = {"num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
+        self.whole = save_tiny_vision_model(directory, kind, text=layers)
+        config = self.whole.config.text_config.to_dict() | {"rope_theta": 1e4}
+        config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        self._embedding = self.whole.get_input_embeddings().weight.detach()
+        self._head = heads.random_head("eagle3", config, self._embedding, self.LAYERS, 200)
+        heads.save(self._head, directory / "head", torch.float32)
+        self._kind, self._images, self._read = kind, list[Tensor](), list[Tensor]()
+        text = getattr(self.whole.model, "language_model", None) or self.whole.model.text_model
+        for layer in text.layers:  # before it, rows of images may be added (Qwen3-VL)
+            layer.register_forward_pre_hook(lambda layer, args: self._read.append(args[0]))
+
+    def read(self, images: list[Tensor]) -> None:
+        """The prompts that follow have these images. Each of their rows is a token then."""
+        rows = [transformers_rows(self.whole, self._kind, one)[:, :HIDDEN] for one in images]
+        self._images, self._num_rows = images, sum(map(len, rows))
+        self._head.embedding = torch.cat([self._embedding, *rows])
+
+    @torch.no_grad()
+    def drafts(self, token_ids: list[int], count: int) -> tuple[list[int], Tensor]:
+        """The head's `count` drafts behind token_ids, and its logits of the first one."""
+        inputs = transformers_inputs(self.whole, self._kind, token_ids, self._images)
+        self._read.clear()
+        self.whole(use_cache=False, **inputs)
+        state = self._head.first_state(self._read, self._read[-1])[:, :-1]
+        tokens, num_tokens = torch.tensor([token_ids]), len(self._embedding)
+        places = (tokens[0] == IMAGE_TOKEN).nonzero()[: self._num_rows, 0]
+        tokens[0, places] = torch.arange(num_tokens, num_tokens + self._num_rows)
+        tokens, found = tokens[:, 1:], list[Tensor]()
+        for _ in range(count):
+            logits, states = self._head(tokens, state, torch.arange(tokens.shape[1]))
+            found.append(logits[0, -1, :num_tokens])
+            tokens = torch.cat([tokens, found[-1].argmax().view(1, 1)], 1)
+            state = torch.cat([state, states[:, -1:]], 1)
+        of_first = found[0].masked_fill(found[0] == -1e30, ABSENT)
+        return [int(one.argmax()) for one in found], of_first
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "num_stages"),
+    [
+        ("smolvlm", 1, 3),  # the head reads a layer of each stage
+        pytest.param("qwen3_vl", 2, 2, marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_head_that_reads_layers_of_several_stages(kind, size, num_stages, tmp_path, monkeypatch):
+    """Each stage encodes what it has to, and what a head of EAGLE-3 reads travels behind it."""
+    head = SeeingEagle(tmp_path, kind)
+    wanted = DRAFTING | {"method": "eagle3", "model": str(tmp_path / "head")}
+    settings: dict[str, Any] = {"max_num_batched_tokens": 13}
+    sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": num_stages}
+    ranks = RankThreads(configure(tmp_path, speculative_config=wanted, **sizes, **settings))
+    core = EngineCore(ranks.config, ranks, check_every_step=True)
+    core.scheduler.limits.least_samples = 1
+    alone = start(tmp_path, **settings)
+    requests = [
+        request_of(core, name, parts, max_tokens=20, ignore_eos=True)
+        for name, parts in parts_of(kind).items()
+        if name in ("none", "first", "several")
+    ]
+    seen = watch_runner(ranks.ranks[-1].runner, monkeypatch)
+    assert answers(core, *requests) == answers(alone, *requests)
+    ranks.shutdown()
+    images = [part for part in parts_of(kind)["several"] if not isinstance(part, list)]
+    head.read(images)
+    prompt = requests[-1].prompt_token_ids
+    assert_those_of(head, [one for one in seen if one.known[: len(prompt)] == prompt])

@@ -66,6 +66,7 @@ INT8_CACHE = Feature(
 OF_ALL = [one for one in (*FEATURES, INT8_CACHE) if one is not FALLBACK]
 # GGUF, HYBRID: of models without experts; tests/test_expert_parallel.py has blocks of files
 OF_EXPERTS = [one for one in OF_ALL if one not in (GGUF, HYBRID, OVERLAP, MULTI_STEP)]
+REFUSED_TOGETHER = {KIMI.name, INT8_CACHE.name}  # with ranks or without
 # async_scheduling changes nothing with stages
 SHOWN_BY = {
     TENSOR_RANKS: OF_ALL,
@@ -89,7 +90,7 @@ PAIRS = [
     marked((ranks, a, b), (ranks, a, b) in FAST or (ranks, b, a) in FAST)
     for ranks in SHOWN_BY
     for a, b in itertools.combinations(SHOWN_BY[ranks], 2)
-    if {a.name, b.name} not in APART
+    if {a.name, b.name} not in (*APART, REFUSED_TOGETHER)
 ]
 WITH_EXPERTS = [
     marked((kind, one), (kind, one) == (f"{EXPERTS}, tensor ranks", LORA))
@@ -182,6 +183,17 @@ def test_refused_with_experts(feature: Feature, words: str) -> None:
     args = EngineArgs(**settings_of(feature) | sharing)
     with pytest.raises(InvalidParameterError, match=f"enable_expert_parallel: {words}"):
         args.create_engine_config()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", SHOWN_BY)
+def test_a_pair_that_is_refused(monkeypatch, ranks: str) -> None:
+    """The cache of latent vectors is in the model's type."""
+    make = SharingRanks if ranks == EXPERTS else make_threads
+    monkeypatch.setattr(executor, "make_executor", make)
+    settings = settings_together(KIMI, INT8_CACHE) | ({ranks: 2} if ranks in RANKS else {})
+    with pytest.raises(InvalidParameterError, match="kv_cache_dtype: int8 does not serve multi"):
+        LLMEngine.from_engine_args(EngineArgs(**settings), engine="inproc")
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -89,6 +90,12 @@ def run_python(code: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@cache
+def modules_in_process() -> set[str]:
+    """What a program with an engine of its own process has imported."""
+    return set(json.loads(run_python(INPROC).splitlines()[-1])["modules"])
 
 
 def cpu_seconds(code: str, *arguments: str) -> float:
@@ -225,7 +232,7 @@ def test_frontend_is_light_and_never_imports_torch() -> None:
 
 
 def test_a_plain_start_imports_no_other_family() -> None:
-    loaded = set(json.loads(run_python(INPROC).splitlines()[-1])["modules"])
+    loaded = modules_in_process()
     assert {name for name in OF_OTHER_FAMILIES if find_spec(name) is None} == set()
     assert loaded & OF_OTHER_FAMILIES == set()
 
@@ -251,7 +258,7 @@ def test_what_a_start_waits_for_imports_little(modules: str, later: set[str]) ->
 
 
 def test_an_in_process_engine_loads_no_compiler() -> None:
-    loaded = set(json.loads(run_python(INPROC).splitlines()[-1])["modules"])
+    loaded = modules_in_process()
     assert "torch" in loaded and loaded & COMPILERS == set()
 
 

@@ -183,6 +183,7 @@ def test_rows_that_are_not_finite_fail_alone_and_at_the_same_token(monkeypatch):
     assert 5 < len(lengths) < 35 and 0 in lengths and max(lengths) > 3
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("with_graphs", [False, True])
 def test_each_group_of_layers_has_its_tables_on_the_device(with_graphs: bool) -> None:
     layer_types = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]

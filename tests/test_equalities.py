@@ -94,6 +94,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("client", FORMS)
 def test_clients_do_not_change_outputs_and_leak_nothing(expected, client, tmp_path):
     # what a process loads once (libraries, threads) is not a leak

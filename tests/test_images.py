@@ -105,6 +105,7 @@ def parts_of(kind: str) -> dict[str, list[Any]]:
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("most", [512, 16])
 def test_tokens_equal_those_of_transformers(saved, most):
     kind, model, directory = saved

@@ -302,6 +302,7 @@ def test_over_http(server: httpx.Client, folder: Path, alone, llm: LLM) -> None:
     assert "/nowhere/at/all" in error["message"] and "\n" not in error["message"]
 
 
+@pytest.mark.slow
 def test_a_server_with_a_bad_adapter_ends_with_one_sentence() -> None:
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--dtype", "float32"]
     done = subprocess.run(

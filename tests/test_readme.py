@@ -45,7 +45,7 @@ def read_blocks(page: str) -> list[tuple[str, str, str]]:
 # Of other pages with `pytest -m slow tests/test_readme.py`.
 RUN_EACH_TIME = {
     "README.md",
-    *("docs/extending.md", "docs/from-vllm.md", "docs/python.md"),
+    *("docs/from-vllm.md", "docs/python.md"),
     "docs/structured-output-and-tools.md",
 }
 

@@ -207,6 +207,7 @@ def test_what_is_too_large_says_what_would_help(
         assert "Traceback" not in running.log()
 
 
+@pytest.mark.slow
 def test_no_process_stays(checkpoints: dict[str, Path]) -> None:
     with running_server(f"a={checkpoints['a']}", "--keep-alive", "5m") as client:
         running: Any = client

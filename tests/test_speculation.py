@@ -252,6 +252,7 @@ def test_trained_drafters_are_right_most_times(method):
     assert metrics["num_accepted_tokens"] > 1.5 * metrics["num_drafts"] > 0
 
 
+@pytest.mark.slow
 def test_a_draft_model_sleeps_and_wakes():
     config = {"method": "draft_model", "model": "bundled", "adaptive": False}
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

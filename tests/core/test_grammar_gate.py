@@ -287,6 +287,7 @@ def test_integrity_check_detects_a_lost_request():
         gate.check_integrity(["a"])
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("leaves", [False, True], ids=["idle engine", "engine that drains"])
 def test_an_idle_process_wakes_up_for_a_check(leaves):
     config = make_config(startup_timeout_s=120.0, hf_overrides={"grammar_delay_s": 1.5})

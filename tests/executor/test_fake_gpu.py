@@ -86,6 +86,7 @@ def test_drafts_are_the_cpus_and_change_no_token(method: str, expected: list[Any
         assert counters[name] == of_cpu[name] > 1
 
 
+@pytest.mark.slow
 def test_a_quantized_checkpoint_stays_packed(tmp_path: Path) -> None:
     """Weights are laid out on the host and packed on the GPU."""
     write_quantized(tmp_path / "model", find_model_directory("bundled"), "awq", group_size=128)
@@ -172,6 +173,7 @@ def test_a_cache_in_int8() -> None:
         assert generate("cuda", kv_cache_dtype="int8")[0] == expected
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_blocks_that_the_host_keeps(kv_cache_dtype: str) -> None:
     """The second time, few of them are on the GPU."""

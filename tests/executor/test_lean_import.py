@@ -104,6 +104,7 @@ def resident(path) -> int:
     )
 
 
+@pytest.mark.slow
 def test_random_weights_in_a_process_of_the_engine():
     """torch without its compiler makes no generators."""
     tokens = []

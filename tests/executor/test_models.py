@@ -579,6 +579,7 @@ def test_stages_equal_those_of_transformers(tiny, oracle):
         assert row.output[: len(expected)] == expected and row.output != plain.output, ours
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     "kind",
     [

@@ -96,7 +96,7 @@ register_layer("GatedMLP", make_layer)
 """
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize(
     ("code", "sentence"),
     [

@@ -73,6 +73,7 @@ def test_a_job_from_limits_to_phases(tiny, monkeypatch):
     assert result.gemm_flops.keys() == {"bfloat16", "float32", "int8"}
 
 
+@pytest.mark.slow
 def test_the_program(tiny):
     job = Job(make_config(tiny()), [(1, 4)], seconds=0.001)
     command = [sys.executable, "-m", "quire.executor.step_costs"]

@@ -138,6 +138,7 @@ def test_a_failure_that_is_seen_when_the_time_is_over_is_named(monkeypatch):
     assert is_late
 
 
+@pytest.mark.sampled(step=2)
 def test_the_deadline(open_):
     with pytest.raises(EngineStartError, match="did not answer in time .*startup_timeout_s"):
         open_(hf_overrides={"at_load": "hang"}, startup_timeout_s=1.5)

@@ -28,7 +28,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # of tests that show, in minutes in the interpreter, what others show there or on the CPU
 slow_if_interpreted = pytest.mark.slow if INTERPRETED else lambda test: test
-sampled_if_interpreted = pytest.mark.sampled if INTERPRETED else lambda test: test
 
 if INTERPRETED:
     from quire.tests.kernels.triton.guard import reachable

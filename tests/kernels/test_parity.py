@@ -57,8 +57,14 @@ def label(value: object) -> str:
     return value.name if isinstance(value, Implementation) else str(value).removeprefix("torch.")
 
 
+# in the interpreter these take seconds: fp32 there with `pytest -m slow`
+LONG = {"add_lora", "fused_moe", "gated_delta_rule", "pack_quantized_linear", "selective_scan"}
+LONG |= {"latent_attention", "short_conv"}
 MODEL_OPS = [
-    (op, dtype, i)
+    pytest.param(
+        *(op, dtype, i),
+        marks=pytest.mark.slow if INTERPRETED and op in LONG and dtype == torch.float32 else [],
+    )
     for op in cases.MODEL_OPS
     for dtype in DTYPES
     for i in all_implementations(op, dtype)
@@ -118,7 +124,9 @@ def test_agrees_with_torch_in_fp64(op, dtype, implementation):
 
 @slow_if_interpreted  # the reference agrees with torch, too
 @pytest.mark.parametrize(
-    ("op", "dtype", "implementation"), [m for m in MODEL_OPS if m[2].name != "reference"], ids=label
+    ("op", "dtype", "implementation"),
+    [case for case in MODEL_OPS if case.values[2].name != "reference"],
+    ids=label,
 )
 def test_agrees_with_the_reference(op, dtype, implementation):
     """In fp32 up to rounding; in bf16 up to two steps, since sums may have another order."""

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from quire.kernels.cpu.native.library import library
-from quire.tests.kernels.case import INTERPRETED, sampled_if_interpreted
+from quire.tests.kernels.case import INTERPRETED
 from quire.tests.kernels.state_rows_cases import (
     Operands,
     Row,
@@ -35,6 +35,8 @@ IMPLEMENTATIONS = [
     for dtype in DTYPES
     for i in all_implementations(form.partition(" ")[0], dtype)
 ]
+# in the interpreter one dtype in each test
+half_if_interpreted = pytest.mark.sampled(step=2) if INTERPRETED else lambda test: test
 TOTAL = 12 if INTERPRETED else 41  # tokens of a request
 PLACE, OTHERS = 3, 4  # of the request; tokens of the requests beside it
 FILL = 7.0  # of all memory that a test has not written
@@ -80,7 +82,7 @@ class Request:
         return self.operands.state[place].clone()
 
 
-@sampled_if_interpreted
+@half_if_interpreted
 @pytest.mark.parametrize(("form", "dtype", "implementation"), IMPLEMENTATIONS, ids=label)
 def test_bits_depend_neither_on_cuts_nor_on_other_requests(
     form, dtype, implementation, num_threads
@@ -96,7 +98,7 @@ def test_bits_depend_neither_on_cuts_nor_on_other_requests(
             assert torch.equal(own, state), (cuts, beside)
 
 
-@sampled_if_interpreted
+@half_if_interpreted
 @pytest.mark.parametrize(("form", "dtype", "implementation"), IMPLEMENTATIONS, ids=label)
 def test_a_state_is_kept_and_copied_after_the_tokens_that_a_step_names(form, dtype, implementation):
     request = Request(form, dtype, implementation.function, 9)
@@ -123,7 +125,7 @@ def test_a_state_is_kept_and_copied_after_the_tokens_that_a_step_names(form, dty
     assert torch.equal(request.state(), states[3])
 
 
-@sampled_if_interpreted
+@half_if_interpreted
 @pytest.mark.parametrize(("form", "dtype", "implementation"), IMPLEMENTATIONS, ids=label)
 def test_padding_touches_no_state(form, dtype, implementation):
     operands = OPERANDS[form](3, dtype)

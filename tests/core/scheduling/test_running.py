@@ -133,6 +133,7 @@ def test_running_requests_come_before_waiting_ones():
     assert [loop.step() for _ in range(3)] == [{"a": 16}, {"a": 8, "b": 3}, {"a": 1, "b": 1}]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_long_request_holds_a_window_and_a_step(overlapped):
     """The blocks of a group with a window do not grow with the context."""

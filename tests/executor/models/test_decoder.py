@@ -18,7 +18,7 @@ from quire.tests.tiny_models import KINDS
 from safetensors import safe_open
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
 def test_weight_names_are_those_that_transformers_saves(kind, overrides, tiny):

@@ -69,6 +69,7 @@ def test_a_second_start_has_the_bits_of_the_first(
     assert usages[0] == usages[1]
 
 
+@pytest.mark.slow
 def test_sleep_and_other_weights(tiny, tmp_path, only_from_cache):
     directory = tiny("qwen2")
     other = shutil.copytree(tiny("qwen2", seed=1), tmp_path / "other")

@@ -61,7 +61,7 @@ def check_equal(one: list[Row], other: list[Row]) -> None:
             np.testing.assert_allclose(mine[1][0], theirs[1][0], atol=1e-4)
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize("kind", [*KINDS, *MIXTURES, *HYBRIDS, *OF_MAMBA])
 def test_two_ranks_give_the_tokens_of_one(tiny, kind: str) -> None:
     one, two = start_executor(tiny(kind)), RankThreads.of(tiny(kind), 2)
@@ -184,7 +184,7 @@ def test_heads_that_ranks_have_in_common(tiny, kind: str, size: int, num_kv_head
     several.shutdown()
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize(
     ("kind", "size", "sizes"),
     [

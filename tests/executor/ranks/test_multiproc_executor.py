@@ -225,6 +225,7 @@ def test_a_grammar_is_checked_by_every_rank(ranks) -> None:
         ranks.check_grammar(StructuredOutputsParams(regex="(")).result(60)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded(tiny, tmp_path) -> None:
     (tmp_path / "config.json").write_bytes((tiny("qwen2") / "config.json").read_bytes())
     executor = make_executor(make_config(tmp_path, tensor_parallel_size=2))

@@ -273,6 +273,7 @@ def test_engines_share_the_files_of_their_ranks(tiny, tmp_path):
     assert len(files_of(tmp_path)) == 4
 
 
+@pytest.mark.slow
 def test_sleep_and_new_weights(tiny, tmp_path):
     model, other = (tiny("qwen2", vocab_size=1000, seed=seed) for seed in (0, 1))
     prompts = conversations(16, 4, turns=1)

@@ -478,6 +478,7 @@ def test_a_structure_after_reasoning(structure, good, bad) -> None:
     assert detect("").after_reasoning(params, "<think>") is params
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize("marks", [(), MARKS], ids=["as text", "as tokens"])
 @pytest.mark.parametrize(
     "name", [name for name in WRITTEN if name not in ("pythonic", "llama3_json")]

@@ -47,6 +47,7 @@ def test_bad_flags_are_one_sentence(flags: tuple[str, ...], words: str) -> None:
     assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_sentence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = quire_serve("--port", str(taken.getsockname()[1]))
@@ -192,6 +193,7 @@ def test_bad_settings_of_several_models(
         served(*argv, *options)
 
 
+@pytest.mark.slow
 def test_a_missing_model_among_several_ends_the_server() -> None:
     done = quire_serve("bundled", "./no-such-model", "--port", "0")
     assert done.returncode == 2 and "no-such-model" in done.stderr.splitlines()[-1]

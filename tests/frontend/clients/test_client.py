@@ -21,6 +21,8 @@ from quire.tests.frontend.clients.driver import (
     make_requests,
 )
 
+pytestmark = pytest.mark.sampled(step=2)  # half of the forms in one test, the others in the next
+
 
 def test_ready_contains_the_configuration(open_driver):
     driver = open_driver(max_model_len=128)

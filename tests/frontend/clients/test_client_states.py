@@ -24,7 +24,7 @@ from quire.tests.frontend.clients.driver import (
     start_requests,
 )
 
-# test_client.py has every form in each run
+# all forms: test_client.py
 pytestmark = pytest.mark.sampled(step=3)
 
 

@@ -44,6 +44,7 @@ def pixels_of(item: Any) -> np.ndarray:
     return np.frombuffer(item.pixels.data, np.uint8).reshape(item.pixels.shape)
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("name", CASES)
 def test_same_prompt_as_transformers(name: str) -> None:
     """The token ids, the sides of each part, and its pixels, as torchvision resizes them."""
@@ -194,6 +195,7 @@ def check_pixels(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert num_compared > number // 2
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_same_pixels_as_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check_pixels(name, 10, monkeypatch)

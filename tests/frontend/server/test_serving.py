@@ -96,6 +96,7 @@ def test_connections_are_as_many_as_the_file_limit_allows(
     assert (f"at most {allowed} connections" in caplog.text) == (allowed < 4096)
 
 
+@pytest.mark.slow
 def test_idle_clients_do_not_take_the_descriptors_of_the_start() -> None:
     with running_server(wait=False, under=("prlimit", "--nofile=128:128")) as client:
         address = ("127.0.0.1", client.base_url.port)
@@ -298,6 +299,7 @@ def test_an_engine_that_dies_ends_its_streams_and_then_the_server() -> None:
         assert "Traceback" not in client.log() and "\nquire: " in client.log()
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_while_idle() -> None:
     with (
         slow_engine(0.0) as (address, engine),
@@ -370,6 +372,7 @@ def server_writing_to(stderr: int | IO[str], path: Path) -> Iterator[tuple[httpx
             process.wait()
 
 
+@pytest.mark.slow
 def test_it_serves_with_a_full_disk_behind_its_log(tmp_path: Path) -> None:
     with (
         open("/dev/full", "w") as full,
@@ -429,6 +432,7 @@ def test_a_port_in_use(server: httpx.Client) -> None:
     assert ended.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_log_of_json() -> None:
     """Check every line that server and engine write."""
     with running_server("--log-format", "json") as client:
@@ -507,6 +511,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_a_server_on_a_socket_survives_sighup_and_leaves_its_successors_file(
     tmp_path: Path,
 ) -> None:
@@ -553,6 +558,7 @@ def test_sighup_reloads_the_keys(tmp_path: Path) -> None:
         assert status("two") == 200 and status("one") == 401
 
 
+@pytest.mark.slow
 def test_below_a_path_of_a_reverse_proxy() -> None:
     """A proxy may strip the prefix or keep it."""
     with (

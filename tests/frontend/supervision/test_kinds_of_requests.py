@@ -101,7 +101,7 @@ def shown(output: RequestOutput) -> list:
     ]
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_continues(
     loop: asyncio.Runner, engine: Engine, undisturbed: dict[str, RequestOutput], kind: str

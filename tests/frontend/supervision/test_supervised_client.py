@@ -262,6 +262,7 @@ def test_a_hanging_engine_is_replaced(open_engine, hang: str, capfd, tmp_path) -
     assert max(engine.client.restarts.gaps_s) < time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_a_long_call_is_no_hang(open_engine) -> None:
     engine = open_engine(step_timeout_s=1.0, hf_overrides={"slow_call_s": 3.5})
     assert engine.call("collective_rpc", "check_health")

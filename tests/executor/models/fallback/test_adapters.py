@@ -53,6 +53,7 @@ def merged(oracle, pairs) -> torch.nn.Module:
     return oracle
 
 
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize(
     "model_type",
     [

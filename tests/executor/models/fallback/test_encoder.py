@@ -32,6 +32,7 @@ OWN = {
 TEXTS = [random.Random(i).choices(range(5, 300), k=k) for i, k in enumerate((1, 40, 7, 100, 33))]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("kind", FALLBACK_ENCODERS)
 def test_hidden_states_equal_those_of_transformers(tmp_path, kind):
     directory = save_tiny_encoder(tmp_path, kind, **SIZES, **OWN.get(kind, {}))

@@ -90,6 +90,7 @@ def test_bad_bodies_are_refused(admin, body, param):
     assert admin.post(PATH, json={"steps": 1, "timeout_s": 0.1}).status_code == 200
 
 
+@pytest.mark.slow
 def test_without_admin_it_is_refused():
     with running_server(*FLAGS) as client:
         answer = client.post(PATH, json={"steps": 1})

@@ -109,6 +109,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     ("kind", "k"), [("greedy", 0), ("drawn", 5), ("filtered", 0), ("filtered", 5)]
 )

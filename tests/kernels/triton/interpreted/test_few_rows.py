@@ -42,6 +42,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_are_as_exact_as_the_operations_one_by_one(case, dtype, monkeypatch):
@@ -127,6 +128,7 @@ LAYER = {"product": 4, "fused_qk_rope_reshape_and_cache": 1, "paged_attention": 
 AROUND = {"embedding": 1, "rms_norm": 1, "linear": 1, "argmax": 1}  # the last norm, the head
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize(
     ("name", "rows", "more"),
     [

@@ -6,6 +6,7 @@ from quire.kernels import registry
 from quire.tests.kernels.case import on_gpu
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -166,6 +166,7 @@ def random_filters(count: int, vocab_size: int) -> list[dict]:
     return rows
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     ("vocab_size", "count"), [(2, 8), (13, 24), (70, 24), pytest.param(40, 2000, marks=SLOW)]
 )
@@ -204,6 +205,7 @@ def test_a_row_that_does_not_fit_the_list_is_searched_in_full(monkeypatch):
 # ---------------------------------------------------------------- draws
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     ("vocab_size", "scale", "some"),
     [(1, 3, FILTERS[::4]), (65, 30, FILTERS), (1000, 0.3, FILTERS), (4099, 3, FILTERS[1::3])],
@@ -223,6 +225,7 @@ def test_the_reference_samples_the_same_tokens(vocab_size, scale, some):
     assert torch.equal(alone, drawn[1:2])
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("vocab_size", [1, 4099])
 def test_without_filters_the_same_with_less_work(vocab_size):
     torch.manual_seed(vocab_size)

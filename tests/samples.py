@@ -43,7 +43,7 @@ def _sample(
 ) -> range | set[int]:
     if step:
         return range(number % min(step, len(group)), len(group), step)
-    return covering([_parts(item, pairs) for item in group])
+    return covering([_parts(item, pairs) for item in group]) or {0}
 
 
 def covering(cases: Sequence[frozenset[Hashable]]) -> set[int]:

@@ -71,23 +71,24 @@ def most_samples(state: SchedulerState, num_requests: int) -> int:
     return max(even, limits.least_samples)
 
 
-def choose_num_passes(state: SchedulerState) -> int:
+def choose_num_passes(state: SchedulerState, shares: dict[RequestOwner, int] | None = None) -> int:
     """Passes of the model that the next step may take, each for a token of each request or more.
 
     As many as are configured, if they are. Else, and where a model drafts, more than one if no
     request waits, none has a prompt to compute, all can have as many, and it takes little time.
-    Where a grammar forces tokens, they come without the model, and no lookahead follows.
+    Where a grammar forces tokens, they come without the model, and no lookahead follows. With
+    `shares` (see begin_step), requests in the background do not matter beside others.
     """
-    limits = state.limits
-    length = limits.num_scheduler_steps
+    limits, length = state.limits, state.limits.num_scheduler_steps
+    waits, running = _in_foreground(state) if shares else (bool(state.waiting), state.running)
     if limits.burst_weights_bytes:
-        weights_bytes = limits.burst_weights_bytes * max(1, len(state.running))
+        weights_bytes = limits.burst_weights_bytes * max(1, len(running))
         length = min(MAX_BURST, MAX_BURST_BYTES // weights_bytes)
     elif not limits.drafts:
         return max(1, length)
-    if state.waiting or length < 2:
+    if waits or length < 2:
         return 1
-    for request in state.running:
+    for request in running:
         decodes = request.num_prompt_tokens < request.num_tokens == request.num_computed_tokens + 1
         if not decodes or request.grammar_s is not None:
             return 1
@@ -95,9 +96,18 @@ def choose_num_passes(state: SchedulerState) -> int:
     return length
 
 
+def _in_foreground(state: SchedulerState) -> tuple[bool, list[Request]]:
+    """Whether any waits, and those that run: of all requests if none in the foreground runs."""
+    running = [request for request in state.running if not request.owner.is_background]
+    if not running:
+        return bool(state.waiting), state.running
+    owners = state.waiting.owners.values()
+    return any(owner.waiting for owner in owners if not owner.is_background), running
+
+
 def begin_step(state: SchedulerState, shares: dict[RequestOwner, int] | None) -> ScheduledStep:
     """A step without rows. shares: see divide_budget; None: the budget is not divided."""
-    num_passes, output = choose_num_passes(state), state.next_output
+    num_passes, output = choose_num_passes(state, shares), state.next_output
     if state.limits.drafts:
         output = replace(output, num_passes=num_passes)  # it has the same lists
     max_lookahead = lookahead_of(num_passes, state.limits.num_tokens_per_pass)

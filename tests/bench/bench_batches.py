@@ -1,14 +1,16 @@
-"""The first token of interactive streams with and without a batch behind them; and the memory of a
-batch of many lines.
+"""The tokens of interactive streams with and without a batch behind them; and the memory of a batch
+of many lines.
 
     python tests/bench/bench_batches.py first-token [--lines 5000] [--max-tokens 64] [--streams 4]
-                                                    [--requests 20] [--rounds 3] [--model bundled]
+        [--requests 20] [--rounds 3] [--pause 0] [--model bundled] [--before DIRECTORY]
     python tests/bench/bench_batches.py memory [--lines 1000000]
 
 first-token: phases without and with a batch take turns on one server. In each, --streams clients
-send one request after the other. The goal: the median first token beside a batch is at most 1.2
-times that without. `memory` runs a batch whose lines are answered at once, without a server or an
-engine, and prints how much the process has grown at its largest.
+send one request after the other, after --pause seconds. The figures are medians over the phases:
+the first token, and the time of one further token. The goal: the first token beside a batch comes
+within 1.2 times of that without. --before: a directory with another version's package `quire`,
+whose server takes turns with this version's. `memory` runs a batch whose lines are answered at
+once, without a server or an engine, and prints how much the process has grown at its largest.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +38,16 @@ from quire.frontend.batches.store import Store, StoredBatch
 URL = "/v1/completions"
 ANSWER = json.dumps({"choices": [{"text": "word " * 60}], "usage": {}}).encode()
 NUM_PLACES = 64
+NUM_TOKENS = 16  # of each request of a stream
 
 
-def write_lines(path: Path, num_lines: int, **body: Any) -> None:
+def write_lines(path: Path, num_lines: int, max_tokens: int = 0, **body: Any) -> None:
+    """max_tokens: of a line on average, so that lines that begin together do not end together."""
     with path.open("w") as file:
         for i in range(num_lines):
             asked = {"prompt": f"{i} is the number of this line", **body}
+            if max_tokens:
+                asked["max_tokens"] = 1 + 37 * i % (2 * max_tokens)
             line = {"custom_id": f"line-{i}", "method": "POST", "url": URL, "body": asked}
             file.write(json.dumps(line) + "\n")
 
@@ -91,79 +99,114 @@ def memory(num_lines: int) -> dict[str, float]:
 # ---------------------------------------------------------------- first token
 
 
-async def first_tokens(address: str, args: argparse.Namespace, name: str) -> list[float]:
-    """Seconds to the first token, of streams that send one request after the other."""
+async def chunk_times(address: str, args: argparse.Namespace, name: str) -> list[list[float]]:
+    """When the chunks of each request came, in seconds after it was sent. Each of the streams sends
+    one request after the other.
+    """
     from quire.frontend.bench.http_client import HttpClient
     from quire.frontend.bench.openai_client import RequestOptions, stream_request
 
     options = RequestOptions(endpoint="completions", ignore_eos=True, temperature=0.0)
     client = HttpClient(f"{address}/v1", {}, 600)
 
-    async def stream(number: int) -> list[float]:
+    async def stream(number: int) -> list[list[float]]:
         found = []
         for i in range(args.requests):
+            await asyncio.sleep(args.pause)
             prompt = f"{name} {number} {i} asks a short question"
-            outcome = await stream_request(client, options, prompt, 16)
+            outcome = await stream_request(client, options, prompt, NUM_TOKENS)
             assert outcome.failure is None, outcome.failure_text
-            found.append(outcome.token_times[0] - outcome.start)
+            found.append([when - outcome.start for when in outcome.token_times])
         return found
 
     try:
         streams = await asyncio.gather(*map(stream, range(args.streams)))
     finally:
         client.close()
-    return [seconds for one in streams for seconds in one]
+    return [times for one in streams for times in one]
 
 
-def measure(address: str, file: Path, args: argparse.Namespace) -> None:
-    import httpx2 as httpx
+class Phases:
+    """The phases of one server."""
 
-    def median(name: str) -> float:
-        return statistics.median(asyncio.run(first_tokens(address, args, name)))
+    def __init__(self, port: int, file: Path, args: argparse.Namespace):
+        import httpx2 as httpx
 
-    with httpx.Client(base_url=f"{address}/v1", timeout=60) as client:
-
-        def wait_for(batch_id: str, statuses: tuple[str, ...], num_completed: int = 0) -> None:
-            while True:
-                found = client.get(f"/batches/{batch_id}").json()
-                counts = found["request_counts"]
-                if found["status"] in statuses and counts["completed"] >= num_completed:
-                    return
-                time.sleep(0.1)
-
-        sent = client.post(
+        self._address = f"http://127.0.0.1:{port}"
+        self._args = args
+        self._client = httpx.Client(base_url=f"{self._address}/v1", timeout=600)
+        sent = self._client.post(
             "/files", files={"file": file.read_bytes()}, data={"purpose": "batch"}
-        ).json()
-        body = {"input_file_id": sent["id"], "endpoint": URL, "completion_window": "24h"}
-        median("warm")
-        ratios = []
-        for i in range(args.rounds):
-            alone = median(f"alone {i}")
-            batch_id = client.post("/batches", json=body).json()["id"]
-            wait_for(batch_id, ("in_progress",), num_completed=1)
-            beside = median(f"beside {i}")
-            client.post(f"/batches/{batch_id}/cancel")
-            wait_for(batch_id, ("cancelled", "completed"))
-            ratios.append(beside / alone)
-            print(f"{1e3 * alone:.1f} ms alone, {1e3 * beside:.1f} ms beside a batch")
-        print(f"ratio: median {statistics.median(ratios):.2f}, most {max(ratios):.2f} (goal: 1.2)")
+        )
+        self._file_id = sent.json()["id"]
+        self.ratios: dict[str, list[float]] = {"first token": [], "further token": []}
+        self.num_lines = 0  # that were answered beside streams
+
+    def run(self, name: str) -> dict[str, float]:
+        """Returns the medians of a phase in seconds."""
+        requests = asyncio.run(chunk_times(self._address, self._args, name))
+        return {
+            "first token": statistics.median(times[0] for times in requests),
+            # several tokens may come in a chunk
+            "further token": statistics.median(
+                (times[-1] - times[0]) / (NUM_TOKENS - 1) for times in requests
+            ),
+        }
+
+    def run_both(self, name: str) -> None:
+        """A phase without a batch and one with it."""
+        alone = self.run(f"{name} alone")
+        body = {"input_file_id": self._file_id, "endpoint": URL, "completion_window": "24h"}
+        batch_id = self._client.post("/batches", json=body).json()["id"]
+        before = self._wait_for(batch_id, ("in_progress",), num_completed=1)
+        beside = self.run(f"{name} beside")
+        self._client.post(f"/batches/{batch_id}/cancel")
+        self.num_lines += self._wait_for(batch_id, ("cancelled", "completed")) - before
+        for kind, ratios in self.ratios.items():
+            ratios.append(beside[kind] / alone[kind])
+            figures = f"{1e3 * alone[kind]:.1f} ms alone, {1e3 * beside[kind]:.1f} ms beside"
+            print(f"{name}, {kind}: {figures} a batch", flush=True)
+
+    def _wait_for(self, batch_id: str, statuses: tuple[str, ...], num_completed: int = 0) -> int:
+        """Returns how many lines were answered."""
+        while True:
+            found = self._client.get(f"/batches/{batch_id}").json()
+            number = found["request_counts"]["completed"]
+            if found["status"] in statuses and number >= num_completed:
+                return number
+            time.sleep(0.1)
 
 
 def first_token(args: argparse.Namespace) -> None:
     from quire.tests.bench.servers import free_port, wait_until_ready
 
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ["--port", str(port), "--no-access-log", "--batch-dir", f"{folder}/batches"]
-        server = subprocess.Popen([sys.executable, "-m", "quire", "serve", args.model, *flags])
-        try:
+    versions = {"now": ""} | ({"before": args.before} if args.before else {})
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
+        file = Path(folder) / "lines.jsonl"
+        write_lines(file, args.lines, max_tokens=args.max_tokens, ignore_eos=True)
+        phases = {}
+        for name, directory in versions.items():
+            port = free_port()
+            flags = ["--port", str(port), "--no-access-log", "--batch-dir", f"{folder}/{name}"]
+            server = subprocess.Popen(
+                [sys.executable, "-P", "-m", "quire", "serve", args.model, *flags],
+                env=os.environ | ({"PYTHONPATH": directory} if directory else {}),
+            )
+            ending.callback(server.wait)
+            ending.callback(server.terminate)
             wait_until_ready(port, server)
-            file = Path(folder) / "lines.jsonl"
-            write_lines(file, args.lines, max_tokens=args.max_tokens, ignore_eos=True)
-            measure(f"http://127.0.0.1:{port}", file, args)
-        finally:
-            server.terminate()
-            server.wait()
+            phases[name] = Phases(port, file, args)
+            phases[name].run("warm")
+        for i in range(args.rounds):
+            for name in list(phases)[:: 1 if i % 2 else -1]:
+                phases[name].run_both(f"{name} {i}")
+        for name, found in phases.items():
+            for kind, ratios in found.ratios.items():
+                print(
+                    f"{name}, {kind}: ratio {statistics.median(ratios):.2f} (median), "
+                    f"{min(ratios):.2f} to {max(ratios):.2f}"
+                )
+            print(f"{name}: {found.num_lines} lines were answered beside streams")
 
 
 def main() -> None:
@@ -175,7 +218,9 @@ def main() -> None:
     streams.add_argument("--streams", type=int, default=4)
     streams.add_argument("--requests", type=int, default=20)
     streams.add_argument("--rounds", type=int, default=3)
+    streams.add_argument("--pause", type=float, default=0.0)
     streams.add_argument("--model", default="bundled")
+    streams.add_argument("--before")
     modes.add_parser("memory").add_argument("--lines", type=int, default=1_000_000)
     args = parser.parse_args()
     if args.mode == "memory":

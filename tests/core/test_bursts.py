@@ -56,6 +56,22 @@ def test_all_rows_of_a_step_decode_equally_many_tokens():
     assert lengths(core) == [[1, 1], [3, 3], [8], [8]]
 
 
+def test_requests_in_the_background_do_not_shorten_steps_of_others():
+    core = make_core(SMALL, max_num_seqs=6)
+    for i in range(8):
+        core.add_request(
+            request(f"line{i}", num_prompt=90, max_tokens=30, owner="batch:", owner_weight=0.0)
+        )
+    for _ in range(17):  # no prompt is computed whole
+        step(core)
+    core.add_request(request("a", max_tokens=17, owner="a"))
+    start = len(core.executor.steps)
+    answers = run(core)[0]
+    assert len(answers["a"].tokens) == 17 and len(answers) == 9
+    assert [max(counts) for counts in lengths(core)[start : start + 3]] == [1, 8, 8]
+    assert_nothing_left(core)
+
+
 def test_no_lookahead_while_a_prompt_is_computed_or_a_request_waits():
     core = make_core(SMALL, max_num_batched_tokens=16, max_num_seqs=2)
     core.add_request(request("first", max_tokens=60))

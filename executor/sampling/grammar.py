@@ -6,6 +6,7 @@ Must not know: what a schema means, the model, why a row was scheduled.
     slot entry   enter: a copy of the compiled matcher
     each step    start: matchers take the new tokens and compute the next masks in a thread,
                         while the model runs
+                 look_ahead: so do those after each draft that the model verifies
                  apply: waits for the masks and writes -inf where they have no bit
 
 A matcher depends only on its request's tokens, so events between steps (a preemption, several
@@ -30,7 +31,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -80,15 +81,44 @@ class SlotGrammar:
     is_ended: bool = False
     error: RowError | None = None
     unreported_s: float = 0.0  # CPU time of the matcher that the core does not know
+    # tokens that may follow, with the mask after each [num_mask_words] i32; see look_ahead
+    ahead: deque[tuple[int, np.ndarray]] = field(default_factory=deque)
+    mask: np.ndarray | None = None  # the one after the last token, if look_ahead has found it
 
     def advance(self, token_ids: list[int]) -> bool:
         """Takes the tokens; returns whether the matcher can go on."""
+        for token_id in token_ids:
+            expected, self.mask = self.ahead.popleft() if self.ahead else (None, None)
+            if expected != token_id:
+                self.ahead.clear()
+                self.mask = None
         if self.is_ended or self.error is not None or self.matcher is None:
             return False
         self.is_ended = not set(token_ids).isdisjoint(self.eos_token_ids)
         if not self.is_ended and not self.matcher.consume_tokens(token_ids):
             self.error = _problem_of(self.matcher)
         return not self.is_ended and self.error is None
+
+    def look_ahead(self, drafts: list[int], num_mask_words: int) -> Iterator[np.ndarray]:
+        """Finds the mask after each of the drafts, which the grammar allows. Yields it to be
+        finished. At the end the matcher is where it was.
+        """
+        matcher, num_taken = self.matcher, 0
+        self.ahead.clear()
+        if matcher is None or self.is_ended or self.error is not None:
+            return
+        try:
+            for token_id in drafts:
+                if token_id in self.eos_token_ids or not matcher.consume_token(token_id):
+                    return
+                num_taken += 1
+                words = np.zeros(num_mask_words, np.int32)
+                matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+                yield words
+                self.ahead.append((token_id, words))
+        finally:
+            if num_taken and not matcher.rollback(num_taken):
+                self.error = _problem_of(matcher)
 
     def fail(self, error: Exception) -> None:
         """Notes an error that is not the request's fault."""
@@ -142,6 +172,7 @@ class Grammars:
         # by slot [max_num_seqs, num_mask_words], allocated with the first grammar
         self._bitmask = np.zeros((0, 0), np.int32)
         self._masks: Future | None = None  # of the step that was started last
+        self._ahead: dict[int, Future] = {}  # of slots, until their matchers are used again
         # slot -> num_tokens for which its mask is computed or being computed
         self._started: dict[int, int] = {}
         self._verdicts: OrderedDict[bytes, Future] = OrderedDict()
@@ -288,6 +319,7 @@ class Grammars:
     def leave(self, slot: int) -> None:
         del self._slots[slot]
         self._started.pop(slot, None)
+        self._ahead.pop(slot, None)
 
     # ------------------------------------------------------------ the step
 
@@ -304,11 +336,50 @@ class Grammars:
                 continue
             num_tokens = int(batch.num_tokens[slot])
             if self._started.get(slot) != num_tokens:
+                self._started[slot] = num_tokens
+                if slot in self._ahead or grammar.ahead:
+                    self._take_tokens(slot, grammar, batch)
+                if grammar.num_consumed == num_tokens and grammar.mask is not None:
+                    self._bitmask[slot] = grammar.mask
+                    continue
                 token_ids = batch.token_ids[slot, grammar.num_consumed : num_tokens].tolist()
                 work.append((slot, grammar, token_ids))
-                grammar.num_consumed = self._started[slot] = num_tokens
+                grammar.num_consumed = num_tokens
         if work:
             self._masks = _submit(self._mask_pool, self._find_masks, work)
+
+    def look_ahead(self, slots: list[int], drafts: list[np.ndarray]) -> None:
+        """Starts computing the masks after each of the drafts, which grammars allow, of those of
+        `slots` that have a grammar; returns at once. `start` was called for these slots.
+        """
+        work = {
+            slot: draft.tolist()
+            for slot, draft in zip(slots, drafts)
+            if len(draft) and slot in self._slots
+        }
+        if work:
+            grammars = [(self._slots[slot], draft) for slot, draft in work.items()]
+            looking = _submit(self._mask_pool, self._find_ahead, grammars)
+            self._ahead |= dict.fromkeys(work, looking)
+
+    def _take_tokens(self, slot: int, grammar: SlotGrammar, batch: InputBatch) -> bool:
+        """Takes the slot's new tokens here and not in the mask thread, as soon as that has no work
+        for the slot. Returns whether the grammar can go on.
+        """
+        for begun in (self._masks, self._ahead.pop(slot, None)):
+            if begun is not None:
+                begun.result()
+        if grammar.matcher is None:
+            return False
+        end = int(batch.num_tokens[slot])
+        token_ids = batch.token_ids[slot, grammar.num_consumed : end].tolist()
+        grammar.num_consumed = end
+        try:
+            with grammar.timed():
+                return grammar.advance(token_ids)
+        except Exception as error:
+            grammar.fail(error)
+            return False
 
     def apply(
         self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
@@ -375,10 +446,9 @@ class Grammars:
         grammar = self._slots.get(slot)
         if grammar is None:
             return len(token_ids)
-        self.start(np.array([slot]), batch)
-        if self._masks is not None:
-            self._masks.result()  # the matcher is used there
-        if grammar.matcher is None or grammar.is_ended or grammar.error is not None:
+        if grammar.matcher is None:  # the mask thread makes it
+            self.start(np.array([slot]), batch)
+        if not self._take_tokens(slot, grammar, batch) or grammar.matcher is None:
             return 0
         with grammar.timed():
             return grammar.matcher.validate_tokens(token_ids.tolist())
@@ -465,6 +535,15 @@ class Grammars:
                 grammar.fail(error)
             if grammar.error is not None:
                 words[:] = 0
+
+    def _find_ahead(self, work: list[tuple[SlotGrammar, list[int]]]) -> None:
+        for grammar, drafts in work:
+            try:
+                with grammar.timed():
+                    for words in grammar.look_ahead(drafts, self._bitmask.shape[1]):
+                        self._finish_mask(words, grammar)
+            except Exception as error:
+                grammar.fail(error)
 
     def _finish_mask(self, words: np.ndarray, grammar: SlotGrammar) -> None:
         """words [num_mask_words]: replaces llguidance's end-of-sequence token by the request's.

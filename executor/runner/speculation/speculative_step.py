@@ -64,6 +64,8 @@ class VerifyingPass:
         batch, speculation, special = self._batch, self._speculation, self._pass.special
         inputs = self._pass.make_inputs(place_drafts(batch, step, drafts))
         special.begin(inputs)
+        if special.grammars is not None:
+            special.grammars.look_ahead(step.slots, drafts)
         hidden, *of_logits = self._pass.forward(
             inputs.token_ids, inputs.positions, inputs.metadata, logits_rows(inputs, drafts)
         )

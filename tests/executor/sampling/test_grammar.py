@@ -466,6 +466,54 @@ def test_forced_tokens_equal_those_of_one_token_masks(bench):
     assert num_forced > 50
 
 
+# ---------------------------------------------------------------- drafts
+
+
+def draw_drafts(bench: Bench, slot: int, draw: random.Random) -> list[int]:
+    """Up to four tokens that may follow, by another matcher."""
+    matcher, drafts = bench.grammars._slots[slot].matcher.deep_copy(), []
+    while len(drafts) < 4 and not matcher.is_stopped():
+        words = np.zeros(bench.grammars.compiler.num_mask_words, np.int32)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        allowed = [int(i) for i in np.flatnonzero(bits) if i != EOS_TOKEN_ID]
+        if not allowed:
+            break
+        drafts.append(draw.choice(allowed))
+        assert matcher.consume_token(drafts[-1])
+    return drafts
+
+
+def test_masks_after_drafts_are_those_without_drafts(bench):
+    """On random grammars: slot 0 looks ahead, and slot 1 takes the same tokens one by one."""
+    draw, batch, grammars, num_known = random.Random(1), bench.batch, bench.grammars, 0
+    both = np.array([0, 1])
+
+    def append(token_id: int) -> None:
+        batch.append_tokens(both, np.array([token_id, token_id]))
+
+    for seed, params in numbered(31_000, 40):
+        for slot in (0, 1):
+            bench.enter(slot, structured_outputs=params)
+        while (allowed := allowed_ids(bench, 1)) and batch.num_tokens[1] < 40:
+            drafts = draw_drafts(bench, 1, draw)
+            assert grammars.num_allowed(0, np.array(drafts), batch) == len(drafts)
+            grammars.start(both, batch)
+            grammars.look_ahead([0, 1], [np.array(drafts), np.array([], np.int64)])
+            for token_id in drafts[: draw.randint(0, 4)]:
+                append(token_id)
+                found, expected = (grammars._masks_of(both[i : i + 1], batch) for i in (0, 1))
+                assert (found == expected).all(), (seed, params)
+                num_known += grammars._slots[0].mask is not None
+            if not (allowed := allowed_ids(bench, 1)):
+                break
+            append(draw.choice(allowed))
+            assert allowed_ids(bench, 0) == allowed_ids(bench, 1), (seed, params)
+        for slot in (0, 1):
+            batch.remove(slot)
+    assert num_known > 100
+
+
 # ---------------------------------------------------------------- checks
 
 

@@ -21,15 +21,17 @@ MAX_TOKENS = 256
 SERVER = "server"  # the checker's name of the model
 
 
-def load(_data: Path | None) -> list[Question]:
-    """Return the questions of all CATEGORIES."""
+def load(_data: Path | None, is_strict: bool = False) -> list[Question]:
+    """Return the questions of all CATEGORIES. `is_strict`: with `strict` functions, whose calls a
+    server must hold to their schemas; llama.cpp's does so for all functions.
+    """
     name_the_model()
     from bfcl_eval.utils import load_dataset_entry, load_ground_truth_entry
 
     found = []
     for category in CATEGORIES:
         entries, answers = load_dataset_entry(category), load_ground_truth_entry(category)
-        found += [question(category, *pair) for pair in zip(entries, answers, strict=True)]
+        found += [question(category, is_strict, *of) for of in zip(entries, answers, strict=True)]
     return found
 
 
@@ -43,16 +45,21 @@ def name_the_model() -> None:
     sys.modules[table.__name__] = table
 
 
-def question(category: str, entry: dict[str, Any], answer: dict[str, Any]) -> Question:
+def question(
+    category: str, is_strict: bool, entry: dict[str, Any], answer: dict[str, Any]
+) -> Question:
     from bfcl_eval.constants.enums import ModelStyle
     from bfcl_eval.constants.type_mappings import GORILLA_TO_OPENAPI
     from bfcl_eval.model_handler.utils import convert_to_tool
 
     assert entry["id"] == answer["id"], (entry["id"], answer["id"])
     style = ModelStyle.OPENAI_COMPLETIONS
+    tools = convert_to_tool(entry["function"], GORILLA_TO_OPENAPI, style)
+    for tool in tools if is_strict else ():
+        tool["function"]["strict"] = True
     body = {
         "messages": entry["question"][0],
-        "tools": convert_to_tool(entry["function"], GORILLA_TO_OPENAPI, style),
+        "tools": tools,
         "max_tokens": MAX_TOKENS,
         "temperature": 0,
     }

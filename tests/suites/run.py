@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from quire.tests.suites.questions import Answer, NoData, Question
 
 SUITES: dict[str, Callable[[Path | None], list[Question]]] = {
     "bfcl": bfcl.load,
+    "bfcl-strict": partial(bfcl.load, is_strict=True),
     "ifeval": following.load_ifeval,
     "ifbench": following.load_ifbench,
     "gsm8k": gsm8k.load,

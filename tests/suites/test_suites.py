@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -95,6 +95,27 @@ def test_calls_are_judged_by_the_checker_of_bfcl(monkeypatch):
 
 def vars_of_languages() -> dict[str, str]:
     return {"JAVA": "java", "JAVASCRIPT": "javascript", "PYTHON": "python"}
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_functions_are_strict_where_that_is_asked_for(monkeypatch, is_strict):
+    parts = {
+        "bfcl_eval.constants.enums": {"ModelStyle": SimpleNamespace(OPENAI_COMPLETIONS="openai")},
+        "bfcl_eval.constants.type_mappings": {"GORILLA_TO_OPENAPI": {}},
+        "bfcl_eval.model_handler.utils": {
+            "convert_to_tool": lambda functions, *_: [{"function": dict(f)} for f in functions]
+        },
+    }
+    for name, contents in parts.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    entry = {"id": "simple_0", "question": [["asked"]], "function": [{"name": "f"}]}
+    right = {"id": "simple_0", "ground_truth": []}
+    found = bfcl.question("simple_python", is_strict, entry, right)
+    (tool,) = found.body["tools"]
+    assert tool["function"] == {"name": "f"} | ({"strict": True} if is_strict else {})
+    assert found.body["messages"] == ["asked"] and found.body["temperature"] == 0
 
 
 def test_code_runs_without_a_network_and_within_limits(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_schemas import closed_schema
 from ...ipc.models.gguf import is_gguf
 from ...ipc.params import StructuredOutputsParams
-from .schema_rewriting import SAID, UnsayableError, rewritten
+from .schema_rewriting import UnsayableError, rewritten
 from .schema_values import escape
 
 MAX_GRAMMAR_BYTES = 512 * 1024  # of a schema, a regex, a grammar, or all choices together, in UTF-8
@@ -277,7 +277,7 @@ class GrammarCompiler:
         memory are not limited here. Raises InvalidParameterError.
         """
         matcher = self._matcher(params)
-        if matcher.is_error() and any(f'"{key}"' in (params.json or "") for key in SAID):
+        if matcher.is_error() and params.json is not None:
             matcher = self._matcher(_rewritten(params, matcher.get_error()))
         if matcher.is_error():
             raise refusal(f"cannot be compiled: {shorten(matcher.get_error())}")

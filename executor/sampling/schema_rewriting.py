@@ -12,6 +12,8 @@ Must not know: llguidance's API, tokens, requests.
     propertyNames                        patternProperties, or properties
     minProperties, maxProperties         which of the listed properties there are
     format                               a pattern; one that no standard defines says nothing
+    pattern                              without lookaheads; its opposite is a pattern, too
+    patternProperties                    no two patterns for the same name
 
 An instance of the rewritten schema is always one of the original. The reverse need not hold: a
 grammar cannot say all that is no email address, or that some item of a long list has a property.
@@ -23,6 +25,7 @@ of draft 2020-12, with `dependencies`, lists of `items` and the booleans of `exc
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import unquote
@@ -41,10 +44,14 @@ from .schema_combinations import (
     with_property,
     without,
 )
+from .schema_patterns import PatternError, are_apart, common, complement
 from .schema_values import (
     ANNOTATIONS,
     FORMAT_PATTERNS,
     OWN_FORMATS,
+    WIDE_PATTERNS,
+    escape,
+    exactly,
     finite_values,
     is_instance,
     key_of,
@@ -59,9 +66,9 @@ MAX_POSITION = 4  # of the item that a list must have among others
 
 COPIED = frozenset(
     ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-    + ("multipleOf", "minLength", "maxLength", "pattern", "minItems", "maxItems", "required")
+    + ("multipleOf", "minLength", "maxLength", "minItems", "maxItems", "required")
 )
-BY_NAME = frozenset(("properties", "patternProperties"))
+MAX_PATTERNS = 64  # of properties' names in the place of those that share names
 IGNORE = '; {"x-guidance": {"lenient": true}} in the schema ignores what a grammar cannot say'
 UNSAYABLE = frozenset(
     ("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$dynamicAnchor", "$recursiveRef")
@@ -92,6 +99,8 @@ class _Rewriting:
         self._defs: dict[str, Schema] = {}
         self._numbers = itertools.count()  # of entries of $defs
         self._open: set[tuple[str, bool]] = set()  # what is being said in the place of a $ref
+        self._within: dict[int, str] = {}  # entries of $defs for what is being said, by id
+        self._referred: set[str] = set()  # those of them that something refers to
         self._count = 0
 
     def whole(self) -> Schema:
@@ -108,7 +117,8 @@ class _Rewriting:
         if not isinstance(schema, (dict, bool)):
             raise UnsayableError(f"a schema must be an object or a boolean, not {schema!r:.80}")
         if isinstance(schema, dict) and schema is not self._root and "$id" in schema:
-            raise UnsayableError("a part of the schema has an $id")
+            if _references(schema):  # which are relative to it
+                raise UnsayableError("a part of the schema has an $id and references")
         self._count += 1
         if self._count > MAX_SCHEMAS:
             raise UnsayableError("too many of its parts exclude each other (oneOf, not, if)")
@@ -117,44 +127,95 @@ class _Rewriting:
 
     def said(self, schema: Schema) -> Schema:
         """A schema whose instances are instances of `schema`."""
+        if isinstance(schema, dict) and schema.keys() - ANNOTATIONS == {"$ref"}:
+            return self._reference(schema["$ref"])
+        return self._said(schema)
+
+    def _combined(self, schema: Schema) -> Schema:
+        """`said`, to be combined with other schemas: no reference at the top."""
+        if isinstance(schema, dict) and schema.keys() - ANNOTATIONS == {"$ref"}:
+            return self._in_place(schema["$ref"], is_opposite=False)
+        return self._said(schema, is_combined=True)
+
+    def _said(self, schema: Schema, is_combined: bool = False, is_target: bool = False) -> Schema:
+        if not is_target and isinstance(schema, dict) and id(schema) in self._within:
+            return self._entry(self._within[id(schema)])  # what it contains of itself
         self._check(schema)
         if isinstance(schema, bool):
             return schema
+        is_outer = id(schema) not in self._within
+        name = self._within.setdefault(id(schema), str(next(self._numbers)))
+        try:
+            made = self._said_keywords(schema, is_combined)
+        finally:
+            if is_outer:
+                del self._within[id(schema)]
+        if is_outer and name in self._referred:
+            self._defs[name] = made
+        return made
+
+    def _within_value(self, schema: Schema) -> Schema:
+        """`said` of what a part of the value must be, where references are no longer circular."""
+        outer, self._open = self._open, set()
+        try:
+            return self.said(schema)
+        finally:
+            self._open = outer
+
+    def _entry(self, name: str) -> Schema:
+        """A reference to an entry of $defs that is still to be made."""
+        self._referred.add(name)
+        return {"$ref": f"#/$defs/{name}"}
+
+    def _said_keywords(self, schema: dict[str, Any], is_combined: bool) -> Schema:
+        is_alone = not is_combined and len(schema.keys() - ANNOTATIONS) == 1
+        branch = self.said if is_alone else self._combined
         plain: dict[str, Any] = {}
         beside: list[Schema] = []
         for key, value in schema.items():
             if key in COPIED:
                 plain[key] = value
-            elif key == "$ref" and schema.keys() - ANNOTATIONS == {key}:
-                return self._reference(value)
             elif key == "$ref":
                 beside.append(self._in_place(value, is_opposite=False))
-            elif key in BY_NAME:
-                plain[key] = {name: self.said(one) for name, one in value.items()}
+            elif key == "properties":
+                plain[key] = {name: self._within_value(one) for name, one in value.items()}
+            elif key == "patternProperties":
+                said = {pattern: self._within_value(one) for pattern, one in value.items()}
+                plain[key] = self._apart(said)
             elif key == "allOf":
                 beside += [self._combined(one) for one in value]
             elif key == "anyOf":
-                beside.append(any_of([self._combined(one) for one in value]))
+                beside.append(any_of([branch(one) for one in value]))
             elif key == "prefixItems" or (key == "items" and isinstance(value, list)):
-                plain[key] = [self.said(one) for one in value]
+                plain[key] = [self._within_value(one) for one in value]
             elif key in ("items", "additionalItems", "additionalProperties"):
-                plain[key] = self.said(value)
+                plain[key] = self._within_value(value)
+            elif key == "oneOf":
+                beside.append(self._one_of(value, branch))
             elif key in SAID:
                 beside.append(SAID[key](self, schema, value))
             elif key in UNSAYABLE:
                 raise UnsayableError(f"a grammar cannot say {key}")
         return all_of([plain, *beside])
 
-    def _combined(self, schema: Schema) -> Schema:
-        """`said`, to be combined with other schemas: no reference at the top."""
-        if isinstance(schema, dict) and schema.keys() - ANNOTATIONS == {"$ref"}:
-            return self._in_place(schema["$ref"], is_opposite=False)
-        return self.said(schema)
-
     def _format(self, schema: dict[str, Any], name: Any) -> Schema:
         if name in OWN_FORMATS:
             return {"format": name}
         return {"pattern": FORMAT_PATTERNS[name]} if name in FORMAT_PATTERNS else True
+
+    def _pattern(self, schema: dict[str, Any], value: str) -> Schema:
+        """Without lookaheads, and marks of the start or the end only where those are."""
+        has_lookahead = re.search(r"\(\?[=!]", value) is not None
+        plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", value, flags=re.DOTALL)
+        if not has_lookahead and "^" not in plain[1:] and "$" not in plain[:-1]:
+            return {"pattern": value}
+        try:
+            pattern = self._common([value])
+        except UnsayableError:
+            if has_lookahead:
+                raise
+            return {"pattern": value}
+        return only_for("string", False if pattern is None else {"pattern": pattern})
 
     def _dependent(self, schema: dict[str, Any], value: dict[str, Any]) -> Schema:
         return all_of(
@@ -181,11 +242,14 @@ class _Rewriting:
     def _not(self, schema: dict[str, Any], value: Schema) -> Schema:
         return self.opposite(value)
 
-    def _one_of(self, schema: dict[str, Any], branches: list[Schema]) -> Schema:
+    def _one_of(self, branches: list[Schema], say: Callable[[Schema], Schema]) -> Schema:
         made = []
         for index, branch in enumerate(branches):
             others = branches[:index] + branches[index + 1 :]
             others = [one for one in others if not self._are_disjoint(branch, one)]
+            if not others:
+                made.append(say(branch))
+                continue
             values = finite_values(self._resolved(branch))
             if values is None or (left := self._in_none(values, others)) is None:
                 made.append(self._without(self._combined(branch), others))
@@ -246,21 +310,73 @@ class _Rewriting:
         if (values := finite_values(names)) is not None:
             listed = {one: True for one in values if isinstance(one, str)}
             return only_for("object", {"properties": listed, "additionalProperties": False})
-        keys, pattern = names.keys() - ANNOTATIONS - {"type"}, names.get("pattern")
-        if not keys:
-            return True
-        if keys == {"format"}:
-            if names["format"] not in OWN_FORMATS | FORMAT_PATTERNS.keys():
-                return True
-            pattern = FORMAT_PATTERNS.get(names["format"])
-        elif keys <= {"minLength", "maxLength"}:
-            pattern = f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
-        elif keys != {"pattern"}:
-            pattern = None
+        pattern = self._pattern_of(self.said(names))
         if pattern is None:
-            raise UnsayableError(f"a grammar cannot say propertyNames of {sorted(keys)}")
+            return only_for("object", {"additionalProperties": False})
+        if pattern == "":
+            return True
         named = {"patternProperties": {pattern: True}, "additionalProperties": False}
         return only_for("object", named)
+
+    def _pattern_of(self, schema: Schema) -> str | None:
+        """A pattern of the strings that follow a rewritten schema; None where there are none."""
+        if isinstance(schema, bool):
+            return "" if schema else None
+        if "string" not in types_of(schema):
+            return None
+        found: list[str | None] = []
+        for key, value in schema.items():
+            if key in ("const", "enum"):
+                texts = [one for one in finite_values(schema) or [] if isinstance(one, str)]
+                found.append(f"^(?:{'|'.join(map(escape, texts))})$" if texts else None)
+            elif key in ("minLength", "maxLength"):
+                low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+                found.append(f"^[\\s\\S]{{{low},{high}}}$")
+            elif key in ("pattern", "format"):
+                found.append(value if key == "pattern" else self._format_pattern(value))
+            elif key == "anyOf":
+                ways = [one for way in value if (one := self._pattern_of(way)) is not None]
+                found.append("|".join(f"(?:{one})" for one in ways) if ways else None)
+            elif key == "allOf":
+                found += [self._pattern_of(one) for one in value]
+            elif key == "$ref":
+                raise UnsayableError("a grammar cannot say propertyNames that contain themselves")
+        if None in found:
+            return None
+        patterns = list(dict.fromkeys(one for one in found if one))
+        return patterns[0] if len(patterns) == 1 else self._common(patterns)
+
+    def _common(self, patterns: list[str], without: Iterable[str] = ()) -> str | None:
+        try:
+            return common(patterns, without)
+        except PatternError as error:
+            raise UnsayableError(f"a grammar cannot say a pattern: {error}") from None
+
+    def _format_pattern(self, name: str) -> str:
+        if name not in FORMAT_PATTERNS:
+            raise UnsayableError(f"a grammar cannot say propertyNames of format {name}")
+        return FORMAT_PATTERNS[name]
+
+    def _apart(self, properties: dict[str, Schema]) -> dict[str, Schema]:
+        """patternProperties of which no two have a pattern for the same name."""
+        regions: list[tuple[str, Schema]] = []
+        for pattern, schema in properties.items():
+            rest: str | None = pattern
+            for index, (other, one) in enumerate(list(regions)):
+                if rest is None or are_apart(rest, other):
+                    continue
+                both = self._common([rest, other])
+                if both is None:
+                    continue
+                regions[index] = both, all_of([one, schema])
+                outside, rest = self._common([other], [rest]), self._common([rest], [other])
+                if outside is not None:
+                    regions.append((outside, one))
+            if rest is not None:
+                regions.append((rest, schema))
+            if len(regions) > MAX_PATTERNS:
+                raise UnsayableError("a grammar cannot say so many patternProperties that overlap")
+        return dict(regions)
 
     def _most_properties(self, schema: dict[str, Any], value: int) -> Schema:
         return True if "minProperties" in schema else self._number_of_properties(schema, value)
@@ -333,10 +449,22 @@ class _Rewriting:
         return of_other_types(value)
 
     def _not_values(self, schema: dict[str, Any], values: list[Any]) -> Schema:
-        return none_of(values)
+        ways = [none_of(values)]
+        for name, kind in (("array", list), ("object", dict)):
+            if any(isinstance(value, kind) for value in values):
+                others = (self.opposite(exactly(one)) for one in values if isinstance(one, kind))
+                ways.append(all_of([{"type": name}, *others]))
+        return any_of(ways)
 
     def _not_value(self, schema: dict[str, Any], value: Any) -> Schema:
-        return none_of([value])
+        return self._not_values(schema, [value])
+
+    def _not_pattern(self, schema: dict[str, Any], value: str) -> Schema:
+        try:
+            pattern = complement(value)
+        except PatternError as error:
+            raise UnsayableError(f"a grammar cannot say the opposite of pattern: {error}") from None
+        return False if pattern is None else {"type": "string", "pattern": pattern}
 
     def _not_least(self, schema: dict[str, Any], value: float) -> Schema:
         is_exclusive = schema.get("exclusiveMinimum") is True
@@ -353,9 +481,11 @@ class _Rewriting:
         return False if isinstance(value, bool) else {"type": "number", "minimum": value}
 
     def _not_format(self, schema: dict[str, Any], name: Any) -> Schema:
-        if name in OWN_FORMATS or name in FORMAT_PATTERNS:
-            raise UnsayableError("a grammar cannot say the opposite of format")
-        return False
+        if name in WIDE_PATTERNS:
+            return self._not_pattern(schema, WIDE_PATTERNS[name])
+        return (
+            self._not_pattern(schema, FORMAT_PATTERNS[name]) if name in FORMAT_PATTERNS else False
+        )
 
     def _not_if(self, schema: dict[str, Any], condition: Schema) -> Schema:
         then, otherwise = schema.get("then", True), schema.get("else", True)
@@ -378,7 +508,11 @@ class _Rewriting:
     def _not_additional(self, schema: dict[str, Any], value: Schema) -> Schema:
         if "patternProperties" in schema:
             raise UnsayableError("a grammar cannot say the opposite of patternProperties")
-        return with_others(without(schema.get("properties", {})), self._opposite_within(value))
+        names = list(schema.get("properties", {}))
+        ways = [with_others(without(names), self._opposite_within(value))]
+        if value is False and names and set(names) <= set(schema.get("required", ())):
+            ways.append({"type": "object", "required": names, "minProperties": len(names) + 1})
+        return any_of(ways)
 
     def _not_patterns(self, schema: dict[str, Any], value: dict[str, Schema]) -> Schema:
         return self._any_sayable(
@@ -387,13 +521,14 @@ class _Rewriting:
         )
 
     def _not_names(self, schema: dict[str, Any], value: Schema) -> Schema:
-        names = self._resolved(value)
-        if names is True:
+        names = self.opposite(value)
+        values = finite_values(names)
+        if values is not None:
+            return any_of(with_property(one, True) for one in values if isinstance(one, str))
+        pattern = self._pattern_of(names)
+        if pattern is None:
             return False
-        values = finite_values(names) if names else []
-        if values is None:
-            raise UnsayableError("a grammar cannot say the opposite of propertyNames")
-        return with_others(without(one for one in values if isinstance(one, str)), True)
+        return with_names(pattern, True) if pattern else with_others({}, True)
 
     def _not_items(self, schema: dict[str, Any], value: Schema | list[Schema]) -> Schema:
         if isinstance(value, list):
@@ -467,7 +602,7 @@ class _Rewriting:
             name = self._names[reference] = str(next(self._numbers))
             self._defs[name] = True  # until it is known
             try:
-                self._defs[name] = self.said(target)
+                self._defs[name] = self._said(target, is_target=True)
             except UnsayableError:  # what refers to it then refers to nothing, and is refused
                 del self._names[reference], self._defs[name]
                 raise
@@ -486,7 +621,11 @@ class _Rewriting:
         self._open.add(key)
         try:
             target = self._target(reference)
-            return self.opposite(target) if is_opposite else self.said(target)
+            return (
+                self.opposite(target)
+                if is_opposite
+                else self._said(target, is_combined=True, is_target=True)
+            )
         finally:
             self._open.remove(key)
 
@@ -494,7 +633,9 @@ class _Rewriting:
         if reference == "#":
             return self._root
         if not isinstance(reference, str) or not reference.startswith("#/"):
-            raise UnsayableError(f"$ref must name a part of the schema, not {reference!r:.100}")
+            raise UnsayableError(
+                f"$ref must name a part of the schema; the engine does not fetch {reference!r:.100}"
+            )
         node = self._root
         for part in unquote(reference[2:]).split("/"):
             name = part.replace("~1", "/").replace("~0", "~")
@@ -527,7 +668,16 @@ class _Rewriting:
         values, others = finite_values(one), finite_values(other)
         if values is not None and others is not None:
             return not set(map(key_of, values)) & set(map(key_of, others))
-        if types_of(one) & types_of(other) != {"object"} or depth > MAX_POSITION:
+        for schema, second in ((one, other), (other, one)):
+            for branches in (schema[key] for key in ("anyOf", "oneOf") if key in schema):
+                if depth <= MAX_POSITION and all(
+                    self._are_disjoint(branch, second, depth + 1) for branch in branches
+                ):
+                    return True
+        types = types_of(one) & types_of(other)
+        if types == {"string"} and "pattern" in one and "pattern" in other:
+            return are_apart(one["pattern"], other["pattern"])
+        if types != {"object"} or depth > MAX_POSITION:
             return False
         properties, more = one.get("properties", {}), other.get("properties", {})
         shared = set(one.get("required", ())) & set(other.get("required", ()))
@@ -565,12 +715,12 @@ def _more(name: str, kind: str) -> Callable[[_Rewriting, dict[str, Any], int], S
 # Each is called with the schema and with the keyword's value.
 SAID: dict[str, Callable[[_Rewriting, dict[str, Any], Any], Schema]] = {
     "format": _Rewriting._format,
+    "pattern": _Rewriting._pattern,
     "dependencies": _Rewriting._dependent,
     "dependentRequired": _Rewriting._dependent,
     "dependentSchemas": _Rewriting._dependent,
     "if": _Rewriting._if,
     "not": _Rewriting._not,
-    "oneOf": _Rewriting._one_of,
     "contains": _Rewriting._contains,
     "uniqueItems": _Rewriting._unique_items,
     "propertyNames": _Rewriting._property_names,
@@ -591,6 +741,7 @@ OPPOSITE: dict[str, Callable[[_Rewriting, dict[str, Any], Any], Schema]] = {
     "maxItems": _more("minItems", "array"),
     "minProperties": _fewer("maxProperties", "object"),
     "maxProperties": _more("minProperties", "object"),
+    "pattern": _Rewriting._not_pattern,
     "format": _Rewriting._not_format,
     "if": _Rewriting._not_if,
     "properties": _Rewriting._not_properties,

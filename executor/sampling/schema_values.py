@@ -55,6 +55,20 @@ FORMAT_PATTERNS = {
     "relative-json-pointer": f"^(?:0|[1-9][0-9]*)(?:#|{_POINTER})$",
 }
 
+# Patterns that every string of a format has, among others: what lacks one is of no such format.
+WIDE_PATTERNS = {
+    "date-time": r"^\d{4}-\d\d-\d\d[Tt ]\d",
+    "time": r"^\d\d:\d\d:\d\d",
+    "date": r"^\d{4}-\d\d-\d\d$",
+    "duration": "^P",
+    "email": "@",
+    "hostname": r"^[^\s/:@]*$",
+    "ipv4": r"^\d+\.\d+\.\d+\.\d+$",
+    "ipv6": ":.*:",
+    "uri": r"^[A-Za-z][A-Za-z0-9+.\-]*:",
+    "uuid": r"^[0-9A-Fa-f]{8}-[0-9A-Fa-f]{4}-",
+}
+
 
 def type_of(value: Any) -> str:
     if value is None:
@@ -143,6 +157,21 @@ def is_instance(value: Any, schema: Any) -> bool | None:
         )
     except re.error:
         return None
+
+
+def exactly(value: list[Any] | dict[str, Any]) -> dict[str, Any]:
+    """A schema of which a list or an object is the only instance, that says so part by part."""
+    if isinstance(value, list):
+        items = [{"const": one} for one in value]
+        return {
+            "type": "array",
+            "prefixItems": items,
+            "minItems": len(items),
+            "maxItems": len(items),
+        }
+    properties = {name: {"const": one} for name, one in value.items()}
+    closed = {"properties": properties, "additionalProperties": False}
+    return {"type": "object", "required": list(value), **closed}
 
 
 def none_of(values: Sequence[Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from jsonschema import Draft202012Validator
 from quire.executor.sampling.schema_rewriting import MAX_SCHEMAS, UnsayableError, rewritten
 
 NAMES = "a", "b", "ab"
+PATTERNS = "^a", "b$", "^.$", "^(?!b)"
 VALUES: list[Any] = [
     None,
     *(False, True, 0, 1, 2, 2.5, -3),
@@ -70,6 +71,24 @@ EXACT: list[dict[str, Any]] = [
     {"propertyNames": {}},
     {"propertyNames": {"description": "any"}},
     {"format": "of my own"},
+    {"not": {"pattern": "b"}},
+    {"not": {"pattern": "^a|b$"}},
+    {"not": {"const": [1, "a"]}},
+    {"not": {"enum": [{"a": 1}, {}, [], [1], "a", {"a": {"b": 1}}]}},
+    {"oneOf": [{"pattern": "^a"}, {"pattern": "b$"}, {"type": "object"}]},
+    {"oneOf": [{"type": "string", "pattern": "^a"}, {"type": "string", "pattern": "^x"}]},
+    {"pattern": "^(?!a).{2}"},
+    {"pattern": "^(?=.*b)a(?!bc)"},
+    {"propertyNames": {"pattern": "^a", "maxLength": 1}},
+    {"propertyNames": {"anyOf": [{"const": "a"}, {"minLength": 2}]}},
+    {"propertyNames": {"multipleOf": 2}},
+    {"propertyNames": {"not": {"pattern": "^a"}}},
+    {"patternProperties": {"a": {"type": "integer"}, "b": {"minimum": 2}, "^ab$": {"const": 5}}},
+    {"items": {"$id": "x", "type": "integer"}},
+    {
+        "$defs": {"t": {"properties": {"a": {"$ref": "#/$defs/t", "required": ["b"]}}}},
+        "$ref": "#/$defs/t",
+    },
     {
         "$ref": "#/$defs/x~1y",
         "$defs": {"x/y": {"not": {"$ref": "#/$defs/z"}}, "z": {"type": "null"}},
@@ -102,6 +121,39 @@ def keywords(schema: Any) -> set[str]:
     return schema.keys() | {key for one in schema.values() for key in keywords(one)}
 
 
+def test_a_property_with_a_name_of_another_kind() -> None:
+    """The other properties have such names, too: no grammar says "one of them" of patterns."""
+    schema = {"not": {"propertyNames": {"pattern": "^a$"}}}
+    found = followers(rewritten(schema))
+    assert found == [{"b": 1}, {"ab": {"a": 1}}, {"c": None}]
+    assert [value for value in found if value not in followers(schema)] == []
+    one_name = {"not": {"propertyNames": {"not": {"const": "b"}}}}
+    assert followers(rewritten(one_name)) == followers(one_name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("date-time", "2026-11-27T10:00:00Z"),
+        ("time", "10:00:00+01:00"),
+        ("date", "2026-11-27"),
+        ("duration", "P1DT2H"),
+        ("email", "a@b.org"),
+        ("hostname", "a-b.example.org"),
+        ("ipv4", "10.0.0.1"),
+        ("ipv6", "::1"),
+        ("uri", "urn:isbn:1"),
+        ("uuid", "01234567-89AB-cdef-0123-456789abcdef"),
+        ("json-pointer", "/a/b"),
+    ],
+)
+def test_the_opposite_of_a_format(name, text) -> None:
+    """It has no string of the format, and some others."""
+    is_valid = Draft202012Validator(rewritten({"not": {"format": name}})).is_valid
+    assert not is_valid(text)
+    assert is_valid("a b:")
+
+
 # The older drafts' words for what a newer schema says.
 OLDER = [
     ({"dependencies": {"a": ["b"]}}, {"dependentRequired": {"a": ["b"]}}),
@@ -124,8 +176,8 @@ def test_older_drafts(old, new) -> None:
     ("schema", "words"),
     [
         ({"uniqueItems": True}, 'uniqueItems of any items; {"x-guidance"'),
-        ({"not": {"pattern": "a"}}, "the opposite of pattern"),
-        ({"not": {"format": "email"}}, "the opposite of format"),
+        ({"not": {"pattern": r"(a)\1"}}, "the opposite of pattern: .* groupref"),
+        ({"pattern": r"^(?=(a)\1)"}, "a pattern: .* groupref"),
         ({"not": {"multipleOf": 2}}, "the opposite of multipleOf"),
         ({"contains": True, "minContains": 2}, "how many items"),
         ({"unevaluatedProperties": False}, "unevaluatedProperties"),
@@ -134,8 +186,8 @@ def test_older_drafts(old, new) -> None:
         ({"type": "string", "not": {"type": "string"}}, "no value follows"),
         ({"$ref": "other.json"}, "other.json"),
         ({"$ref": "#/$defs/a"}, "names no part"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"$id": "b"}}}, r"an \$id"),
-        ({"propertyNames": {"multipleOf": 1}}, "propertyNames of"),
+        ({"$defs": {"a": {"$id": "b", "$ref": "#/c"}}, "$ref": "#/$defs/a"}, r"an \$id"),
+        ({"propertyNames": {"format": "email"}}, "propertyNames of format email"),
         ({"allOf": [3]}, "must be an object or a boolean"),
     ],
     ids=str,
@@ -173,7 +225,9 @@ def random_schema(draw: random.Random, depth: int, defs: list[str]) -> Any:
         types = "string", "integer", "number", "object", "array", "null"
         simple = [True, {"type": draw.choice(types)}, *({"$ref": f"#/$defs/{d}"} for d in defs)]
         simple += [{"const": draw.choice(VALUES)}, {"required": [draw.choice(NAMES)]}]
-        return draw.choice([*simple, {"pattern": "^a"}, {"minimum": 1}, {"maxLength": 1}])
+        return draw.choice(
+            [*simple, {"pattern": draw.choice(PATTERNS)}, {"minimum": 1}, {"maxLength": 1}]
+        )
 
     def inner() -> Any:
         return random_schema(draw, depth - 1, defs)
@@ -189,7 +243,7 @@ def random_schema(draw: random.Random, depth: int, defs: list[str]) -> Any:
         "enum": lambda: draw.sample(VALUES, 4),
         "properties": by_name,
         "additionalProperties": inner,
-        "patternProperties": lambda: {"^a": inner()},
+        "patternProperties": lambda: {name: inner() for name in draw.sample(PATTERNS, 2)},
         "required": lambda: draw.sample(NAMES, 1),
         "propertyNames": inner,
         "minProperties": lambda: draw.randint(0, 2),

@@ -1,0 +1,93 @@
+"""Patterns made of patterns, against Python's own: every short text has one or the other."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import time
+
+import pytest
+from quire.executor.sampling import schema_patterns
+from quire.executor.sampling.schema_patterns import PatternError, are_apart, common, complement
+
+LETTERS = "ab5\n"
+TEXTS = ["".join(one) for n in range(6) for one in itertools.product(LETTERS, repeat=n)]
+PATTERNS = [
+    *("", "a", "^a", "a$", "^$", "^ab?$", "a|^b|5$", "^(a|b5)*$", "[^a]5", "a.b", r"\d\w", r"\s\D"),
+    *("^(?:a{2,3}|b)+$", "a{2}", "(^|5)b(5|$)", "^(?!a)", "^(?=.*a)(?=.*5)", "a(?!5|$)", "^^a$$"),
+    *("^a*?b", "[a-b]{0,2}5", "b(?=a)a", "(?!a)(?!b)", "^(?!.*ab)[ab]*$", r"^[\s\S]{2,3}$"),
+]
+
+
+def has(pattern: str, text: str) -> bool:
+    """As in ECMAScript and Rust, where "$" is the end, not also a place before a line's end."""
+    return re.search(pattern.replace("$", r"\Z"), text, re.ASCII) is not None
+
+
+def has_one(pattern: str | None, text: str) -> bool:
+    return pattern is not None and has(pattern, text)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_text_has_a_pattern_or_its_complement(pattern) -> None:
+    opposite = complement(pattern)
+    assert [text for text in TEXTS if has(pattern, text) == has_one(opposite, text)] == []
+
+
+def test_what_patterns_share() -> None:
+    for one, other in itertools.product(PATTERNS, repeat=2):
+        both = [text for text in TEXTS if has(one, text) and has(other, text)]
+        only = [text for text in TEXTS if has(one, text) and not has(other, text)]
+        for made, expected in ((common([one, other]), both), (common([one], [other]), only)):
+            assert [text for text in TEXTS if has_one(made, text)] == expected
+        assert not (both and are_apart(one, other))
+    assert are_apart("^a", "^b") and common(["^a", "^b"]) is None
+
+
+@pytest.mark.slow
+def test_random_patterns() -> None:
+    draw = random.Random(0)
+    for _ in range(2_000):
+        pattern = draw.choice(["", "^"]) + random_pattern(draw, 3) + draw.choice(["", "$"])
+        opposite = complement(pattern)
+        assert [text for text in TEXTS if has(pattern, text) == has_one(opposite, text)] == []
+
+
+def random_pattern(draw: random.Random, depth: int) -> str:
+    if depth == 0:
+        return draw.choice(["a", "b", "5", ".", "[^a]", r"\d", "[a5]"])
+    parts = [random_pattern(draw, depth - 1) for _ in range(draw.randint(1, 2))]
+    made = draw.choice(["", "|"]).join(parts)
+    return f"(?:{made})" + draw.choice(["", "", "*", "+", "?", "{2}"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        (r"(a)\1", "groupref"),
+        (r"\ba", "at_boundary"),
+        ("(?<=a)b", "assert"),
+        ("(?i)a", "flags"),
+        ("a^b", "at_beginning"),
+        ("(?:a(?=b))*", "repeat"),
+        ("(", "not understood"),
+        ("^.{500}$", "repeat"),
+        (".{14}(?:a.{14}){9}x", "too large"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(pattern, words) -> None:
+    with pytest.raises(PatternError, match=words):
+        complement(pattern)
+    assert not are_apart(pattern, "^c")
+
+
+def test_a_large_pattern_is_refused_before_it_takes_long(monkeypatch) -> None:
+    """An automaton of "a, then any 20" has 2**20 states."""
+    start = time.thread_time()
+    with pytest.raises(PatternError, match="too large"):
+        complement("a.{20}$")
+    assert time.thread_time() - start < 20
+    monkeypatch.setattr(schema_patterns, "MAX_STATES", 3)
+    with pytest.raises(PatternError, match="too large"):
+        complement("^abc$")

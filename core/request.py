@@ -171,6 +171,8 @@ class Request:
     num_computed_tokens: int = 0
     num_executed_tokens: int = 0  # computed tokens whose step has run and is accounted for
     num_pending_tokens: int = 0
+    # tokens that counted as computed and were not, since their steps have drafted; so far
+    num_taken_back: int = 0
     # computed tokens whose KV entries wait in host memory, while SWAPPED
     num_swapped_tokens: int = 0
     # tokens below this index are computed a second time

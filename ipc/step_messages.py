@@ -71,7 +71,9 @@ class SchedulerOutput(Message, frozen=True):
     ModelRunnerOutput.num_ahead tells how many.
 
     A step may be submitted before the previous one has run. Rows of a slot that failed or ended in
-    the previous step are computed, and their samples are ignored.
+    the previous step are computed, and their samples are ignored. Where drafts of the previous step
+    are not verified yet, the columns count them as accepted: a row computes what is left of the
+    tokens that its slot then has.
     """
 
     step: int

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from quire.executor import worker
+from quire.executor import device, worker
 from quire.executor.groups.process_group import make_process_group
 from quire.executor.ranks import torch_links
 from quire.executor.tracing.instruments import tensors_of
@@ -420,6 +420,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
         patch.setattr(torch.inference_mode, "__exit__", lambda self, *error: None)
         patch.setattr(torch_links, "make_process_group", _FakeNccl)
         patch.setattr(worker, "CudaCapture", _gpu.capture)
+        patch.setattr(device, "use_in_thread", lambda *_: enter_thread())
         patch.setattr(torch.Tensor, "_make_subclass", staticmethod(_make_subclass))
         patch.setattr(torch.Tensor, "as_subclass", _as_subclass)
         patch.setattr(torch.nn.functional, "one_hot", _one_hot)

@@ -228,7 +228,8 @@ class FakeExecutor(FakeLoras):
             self._free(slot)
         for slot, num_computed_tokens in zip(step.slots, step.num_computed_tokens, strict=True):
             if slot in self.slots:
-                self._drop_unseen(self.slots[slot], num_computed_tokens)
+                num_known = self.slots[slot].num_computed_tokens
+                self._drop_unseen(self.slots[slot], min(num_known, num_computed_tokens))
         self._move_blocks(step)
         if self.states is not None:
             self.states.begin(step)
@@ -390,7 +391,9 @@ class FakeExecutor(FakeLoras):
         assert len(set(held)) == len(held), f"a block twice in {state.tables}"
         self.holders.update(block_id for block_id in new_block_ids if block_id)
         if not is_new:
-            continuous = num_computed_tokens == state.num_computed_tokens or state.has_failed
+            # where drafts are pending, it is the most that can be computed
+            surplus = num_computed_tokens - state.num_computed_tokens
+            continuous = surplus == 0 or state.has_failed or (self.drafts and surplus > 0)
             assert continuous, f"slot {slot}: computed tokens are not continuous"
             return
         assert num_computed_tokens < len(state.token_ids), (
@@ -442,6 +445,9 @@ class FakeExecutor(FakeLoras):
         ):
             state = self.slots[slot]
             sampled = []
+            if self.drafts and not state.has_failed:
+                # it was scheduled before the drafts of the step before were known to be refused
+                num_tokens = min(num_tokens, len(state.token_ids) - state.num_computed_tokens)
             end = state.num_computed_tokens + num_tokens
             num_accepted = self._accept(state, num_lookahead) if self.drafts else num_lookahead
             for _ in range(1 + num_accepted):

@@ -223,6 +223,17 @@ class StateCheckpoints:
         progress.pending.append((stop, place, is_tail))
         return stop, place
 
+    def take_back(self, request: Request, num_tokens: int) -> None:
+        """The row in flight computes the first `num_tokens` tokens of the request and no more: the
+        checkpoint that it was to take after them is not written, and a later row takes it.
+        """
+        progress = self._progress[request.request_id]
+        if progress.pending and progress.pending[-1][0] > num_tokens:
+            stop, place, is_tail = progress.pending.pop()
+            self._free.append(place)
+            if not is_tail:
+                progress.kept = stop - self._least_tokens
+
     def _stops(self, request: Request, progress: Progress, first: int, end: int) -> Iterator[int]:
         """After how many tokens, above `first` and at most `end`, the request is to take
         checkpoints that stay and that are not there yet; ascending.

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Iterable
 from itertools import repeat
-from operator import sub
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import FinishReason
@@ -37,9 +36,7 @@ GRAMMAR_S, GRAMMAR_S_PER_COMPLETION, GRAMMAR_S_PER_TOKEN = 0.15, 0.01, 0.001
 def update_from_output(
     state: SchedulerState, step: ScheduledStep, result: ModelRunnerOutput, rows: OutputRows
 ) -> None:
-    """Takes the sampled tokens, ends the requests that end with them, and writes the clients'
-    rows.
-    """
+    """Takes the sampled tokens, ends requests with them, and writes the clients' rows."""
     rows.stamp()
     for request, num_tokens in step.prefills:
         request.note_prefill(step.output.step, step.execute_time, rows.now, num_tokens)
@@ -47,24 +44,25 @@ def update_from_output(
     prompt_logprobs = {entry.slot: entry for entry in result.prompt_logprobs}
     pooled = {entry.slot: entry for entry in result.pooled}
     cursor, errors, running = 0, result.errors, RequestStatus.RUNNING
-    surplus = count_surplus(state, step, result) if result.num_ahead else repeat(0)
+    ahead = count_ahead(state, step, result) if result.num_ahead else repeat((0, 0))
     if result.grammar_s:
         errors = spend_on_grammars(state, step, result.grammar_s) | errors
-    for request, slot, num_sampled, num_expected, num_computed, num_preemptions, num_surplus in zip(
+    for request, slot, num_sampled, num_expected, num_computed, num_preemptions, drafted in zip(
         step.requests,
         step.output.slots,
         result.num_sampled,
         step.num_expected,
         step.num_computed,
         step.num_preemptions,
-        surplus,
+        ahead,
     ):
         token_ids = result.token_ids[cursor : cursor + num_sampled]
         cursor += num_sampled
         request.num_pending_tokens -= num_expected
         is_running = request.status is running and request.num_preemptions == num_preemptions
-        if num_surplus:
-            num_computed -= take_back(state, request, num_surplus)
+        num_computed -= request.num_taken_back
+        if result.num_ahead:
+            num_computed += settle_drafts(state, request, *drafted, num_expected - num_sampled)
         if not is_running and request.is_finished:  # since the step was scheduled
             continue
         if slot in prompt_logprobs:
@@ -87,30 +85,47 @@ def update_from_output(
             state.finish(request, reason)
 
 
-def count_surplus(
+def count_ahead(
     state: SchedulerState, step: ScheduledStep, result: ModelRunnerOutput
-) -> Iterable[int]:
-    """For each row, how many tokens the step counts as computed although they are not: drafts that
-    were not accepted.
+) -> Iterable[tuple[int, int]]:
+    """Counts drafts. For each row, how many tokens after the first sample the step counts as
+    computed, and how many are.
     """
     state.counters.count_drafts(result.num_drafted, result.num_accepted)
     for count in result.num_accepted:
         for position in range(count):
             state.accepted_per_pos[position] += 1
-    return map(sub, step.output.num_lookahead_tokens, result.num_ahead)
+    if state.limits.recomputes_drafts:
+        return zip(repeat(0), result.num_ahead)
+    return zip(step.output.num_lookahead_tokens, result.num_ahead)
 
 
-def take_back(state: SchedulerState, request: Request, num_surplus: int) -> int:
-    """The last `num_surplus` tokens of the request do not count as computed any more. Returns their
-    number if the request runs, else 0.
+def settle_drafts(
+    state: SchedulerState, request: Request, num_counted: int, num_ahead: int, num_missing: int
+) -> int:
+    """Takes back what the request counts as computed although it is not. num_counted, num_ahead:
+    see count_ahead. num_missing: tokens that the step may have sampled and has not.
+
+    Returns what is added to the tokens that the step's row counts as computed.
     """
+    num_surplus = num_counted - num_ahead
+    if state.limits.recomputes_drafts and request.num_pending_tokens:
+        num_surplus = num_missing  # a step in flight was to compute all, accepted ones and others
+    if num_surplus:
+        take_back(state, request, num_surplus)
+    return num_ahead - num_counted
+
+
+def take_back(state: SchedulerState, request: Request, num_surplus: int) -> None:
+    """The last `num_surplus` tokens of the request do not count as computed any more."""
     if request.status is RequestStatus.RUNNING:
         request.num_computed_tokens -= num_surplus
-        return num_surplus
-    if request.num_swapped_tokens:  # swapped out while the step ran
+        request.num_taken_back += num_surplus
+        if (checkpoints := state.kv_cache_manager.checkpoints) is not None:
+            checkpoints.take_back(request, request.num_computed_tokens)
+    elif request.num_swapped_tokens:  # swapped out while the step ran
         request.num_swapped_tokens -= num_surplus
         state.kv_cache_manager.trim_host_blocks(request, request.num_swapped_tokens)
-    return 0
 
 
 def spend_on_grammars(

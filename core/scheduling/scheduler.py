@@ -32,6 +32,7 @@ from ...ipc.block_offload import BlockOffload
 from ...ipc.config import EngineConfig
 from ...ipc.counters import EngineCounters, SchedulerStats, make_stats
 from ...ipc.models.kv_layout import MAX_BURST, lookahead_of, make_layout
+from ...ipc.models.ranks import num_steps_in_flight
 from ...ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..kv_cache.events import KVEvents
 from ..kv_cache.kv_cache_manager import KVCacheManager
@@ -64,10 +65,12 @@ class Scheduler(SchedulerState):
         back, see PreemptionPolicy; `burst_weights_bytes`, `kv_cache_windows`, `offload`,
         `max_num_seqs` (None: as configured) and `num_state_checkpoints`: see Executor.
         """
-        limits = StepLimits.of(config, burst_weights_bytes, max_num_seqs)
+        keeps_states = num_state_checkpoints is not None
+        limits = StepLimits.of(config, burst_weights_bytes, max_num_seqs, keeps_states)
         counters = EngineCounters()
         layout = make_layout(config, kv_cache_windows)
         most_ahead = lookahead_of(MAX_BURST, limits.num_tokens_per_pass) if limits.drafts else 0
+        most_ahead *= num_steps_in_flight(config)
         is_shared = config.cache_config.sends_kv
         offloaded = None
         if offload is not None:

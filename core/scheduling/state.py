@@ -59,6 +59,7 @@ class StepLimits:
     num_stages: int  # as many steps run at the same time, with different requests
     least_samples: int  # requests in a step before others are kept for the next one
     drafts: bool
+    recomputes_drafts: bool  # those that are accepted: the model's states end before them
     num_tokens_per_pass: int  # that a row may get in a pass of the model, drafts included
     # passes of the model in a step; 0: the scheduler chooses
     num_scheduler_steps: int
@@ -68,7 +69,11 @@ class StepLimits:
 
     @classmethod
     def of(
-        cls, config: EngineConfig, burst_weights_bytes: int = 0, max_num_seqs: int | None = None
+        cls,
+        config: EngineConfig,
+        burst_weights_bytes: int = 0,
+        max_num_seqs: int | None = None,
+        keeps_states: bool = False,
     ) -> StepLimits:
         """burst_weights_bytes and max_num_seqs (None: as configured): see Executor."""
         scheduling = config.scheduler_config
@@ -86,6 +91,9 @@ class StepLimits:
         num_drafts = 0 if drafting is None else drafting.num_speculative_tokens
         # overlapped stepping hides the work outside the model and does not need bursts
         is_free = scheduling.num_scheduler_steps == 0 and not scheduling.async_scheduling
+        recomputes_drafts = keeps_states and drafting is not None
+        # in further passes without drafts a state would go on, which the next step has to know
+        is_one_pass = recomputes_drafts and scheduling.async_scheduling
         return cls(
             max_model_len=resolved(config.model_config.max_model_len),
             max_num_seqs=max_num_seqs or scheduling.max_num_seqs,
@@ -98,8 +106,9 @@ class StepLimits:
             num_stages=num_stages,
             least_samples=LEAST_SAMPLES_INT4 if is_int4 else LEAST_SAMPLES,
             drafts=drafting is not None,
+            recomputes_drafts=recomputes_drafts,
             num_tokens_per_pass=1 + num_drafts,
-            num_scheduler_steps=scheduling.num_scheduler_steps,
+            num_scheduler_steps=1 if is_one_pass else scheduling.num_scheduler_steps,
             max_background_tokens=min(
                 budget, MAX_BACKGROUND_TOKENS if is_on_cpu else max(1, budget // 4)
             ),

@@ -3,7 +3,8 @@
 Must not know: how a token is computed, torch, sockets.
 
 A step may be scheduled while previous ones run. The tokens that these sample are then pending:
-counted in `num_pending_tokens`, and not yet in `token_ids`.
+counted in `num_pending_tokens`, and not yet in `token_ids`. Where a model drafts, as many as can be
+are counted, and what was too much is taken back (results.py).
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def choose_num_passes(state: SchedulerState, shares: dict[RequestOwner, int] | N
     if waits or length < 2:
         return 1
     for request in running:
-        decodes = request.num_prompt_tokens < request.num_tokens == request.num_computed_tokens + 1
+        num_computed = request.num_computed_tokens - request.num_pending_tokens
+        decodes = request.num_prompt_tokens < request.num_tokens == num_computed + 1
         if not decodes or request.grammar_s is not None:
             return 1
         length = min(length, request.num_tokens_left)
@@ -137,9 +139,9 @@ def add_row(
     is_sampled = end == len(request.token_ids) + request.num_pending_tokens
     num_expected = 1 + num_lookahead if is_sampled else 0
     request.num_pending_tokens += num_expected
-    request.num_computed_tokens = end = end + num_lookahead
+    request.num_computed_tokens = end + num_lookahead * (not state.limits.recomputes_drafts)
     step.num_expected.append(num_expected)
-    step.num_computed.append(end)
+    step.num_computed.append(request.num_computed_tokens + request.num_taken_back)
     step.num_preemptions.append(request.num_preemptions)
     if len(state.waiting.owners) > 1:
         state.waiting.charge(request, num_tokens + num_lookahead)
@@ -166,17 +168,17 @@ def schedule_running(state: SchedulerState, step: ScheduledStep) -> tuple[int, b
     while index < len(running) and budget > 0:
         request = running[index]
         num_pending = request.num_pending_tokens
-        num_tokens = len(request.token_ids) + num_pending - request.num_computed_tokens
+        num_left = num_tokens = len(request.token_ids) + num_pending - request.num_computed_tokens
         if num_tokens > 1:
             num_tokens = min(num_tokens, limits.max_chunk_tokens, budget)
-        # its last token is being sampled, or it is not known yet how many drafts are accepted, or
-        # the first stage would have to wait for the token
-        if num_pending and (request.num_tokens_left <= 0 or limits.drafts or has_stages):
+        # its last token is being sampled, or the first stage would have to wait for the token
+        if num_pending and (request.num_tokens_left <= 0 or has_stages):
             num_tokens = 0
         if step.bounds is not None:
             first = request.num_computed_tokens
             num_tokens = step.bounds.apply(request, first, num_tokens, budget)
-        if not num_tokens:
+        # how many tokens pending drafts give is not known, so that no part of them is computed
+        if not num_tokens or (num_pending and num_tokens < num_left):
             index += 1
             continue
         num_lookahead = lookahead_for(step, request, num_tokens) if step.max_lookahead else 0

@@ -2,10 +2,11 @@
 
 Must not know: how memory is allocated, files, what a request asks for.
 
-    on a CPU          SpeculativeStep ▶ BurstStep ▶ LookAhead ▶ PlainStep ▶ Forward
-                      the first two where the engine has them
+    on a CPU          ScheduledAhead ▶ SpeculativeStep ▶ BurstStep ▶ LookAhead ▶ PlainStep ▶ Forward
+                      the first three where the engine has them
     on a device       LaunchedSteps ▶ LookAhead ▶ PlainStep ▶ Forward
-                      SpeculativeStep ▶ LookAhead ▶ PlainStep ▶ Forward, where the engine drafts
+                      ScheduledAhead ▶ SpeculativeStep ▶ LookAhead ▶ PlainStep ▶ Forward,
+                      where the engine drafts
     stage before the  StageStep ▶ PlainStep ▶ Forward
     last one
     last stage        LastStageStep ▶ PlainStep ▶ Forward, where the engine drafts
@@ -48,6 +49,7 @@ from .look_ahead import LookAhead
 from .model_runner import ModelRunner
 from .plain_step import PlainStep, StepRunner
 from .special_rows import SpecialRows
+from .speculation.scheduled_ahead import ScheduledAhead
 from .speculation.speculative_step import ObservedStep, SpeculativeStep, VerifyingPass
 from .speculation.staged import KeptDrafts, LastStageStep
 from .speculation.verification import Speculation
@@ -199,7 +201,8 @@ def _speculative(
         step = LastStageStep(batch, speculation, verify, kept)
     else:
         without_drafts = _with_bursts(bursts, LookAhead(batch, observed))
-        step = SpeculativeStep(batch, speculation, bursts, verify, without_drafts)
+        drafting = SpeculativeStep(batch, speculation, bursts, verify, without_drafts)
+        step = ScheduledAhead(batch, drafting)
     return _Steps(observed, step, tell_drafter(speculation, apply), bursts)
 
 

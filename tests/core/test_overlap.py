@@ -37,9 +37,11 @@ class LateResult(Future):
         return self.executor.execute_model(self.step)
 
 
-def make_late_core(**arguments) -> EngineCore:
+def make_late_core(num_state_checkpoints: int | None = None, **arguments) -> EngineCore:
     config = make_config(async_scheduling=True, **arguments)
-    return EngineCore(config, LateExecutor(config), check_every_step=True)
+    executor = LateExecutor(config)
+    executor.num_state_checkpoints = num_state_checkpoints
+    return EngineCore(config, executor, check_every_step=True)
 
 
 def request(
@@ -69,6 +71,34 @@ def test_the_next_step_is_submitted_before_the_last_is_awaited():
             0
         ]
     )
+    assert_nothing_left(core)
+
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 5}
+
+
+@pytest.mark.parametrize("num_state_checkpoints", [None, 9])
+def test_a_request_that_drafts_is_scheduled_before_its_drafts_are_verified(num_state_checkpoints):
+    core = make_late_core(num_state_checkpoints, speculative_config=DRAFTS)
+    core.add_request(request("a", num_prompt=70, max_tokens=100))
+    first = run(core)[0]["a"].tokens
+    events = core.executor.events
+    num_steps = len(core.executor.steps)
+    assert num_steps < 60  # some drafts are accepted
+    # at the end, the room for tokens ends before the tokens do
+    for n in range(num_steps - 8):
+        assert events.index(f"wait {n}") > events.index(f"submit {n + 1}")
+    for other in (make_late_core(), make_core(speculative_config=DRAFTS)):
+        other.add_request(request("a", num_prompt=70, max_tokens=100))
+        assert run(other)[0]["a"].tokens == first
+    # a second turn finds the blocks of the first one's output, and a state at the end of one
+    prompt = [*range(1, 71), *first, 7, 8, 9]
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=3)
+    core.add_request(EngineCoreRequest("b", prompt, params))
+    answer = run(core)[0]["b"]
+    assert answer.tokens == expected_output(prompt, params, [], core.config)[0]
+    assert core.scheduler.counters.prefix_cache_hits >= 144
+    assert core.scheduler.counters.num_states_restored == (num_state_checkpoints is not None)
     assert_nothing_left(core)
 
 

@@ -18,6 +18,7 @@ from quire.tests.bundled_model import heads
 from quire.tests.executor.driver import generate as generate_rows
 from quire.tests.executor.driver import start_executor
 from quire.tests.fake_gpu import OnGpu, fake_gpu
+from quire.tests.mtp_checkpoints import save_with_head
 from quire.tests.quantized_checkpoints import write_quantized
 from quire.tests.tiny_fallbacks import save_tiny_fallback
 from quire.tests.tiny_models import save_tiny_model
@@ -84,6 +85,68 @@ def test_drafts_are_the_cpus_and_change_no_token(method: str, expected: list[Any
     assert found == expected
     for name in ("num_draft_tokens", "num_accepted_tokens"):
         assert counters[name] == of_cpu[name] > 1
+
+
+HYBRIDS = {
+    "multi": {"num_scheduler_steps": 4},
+    "overlapped": {"num_scheduler_steps": 4, "async_scheduling": True},
+    **{
+        f"{method}{' overlapped' * overlaps}": {
+            "speculative_config": {"method": method} | more | DRAFTS,
+            "async_scheduling": overlaps,
+        }
+        for method, more in (
+            ("ngram", {"prompt_lookup_min": 1}),
+            ("draft_model", {"model": "a tiny qwen2"}),
+            ("mtp", {}),
+        )
+        for overlaps in (False, True)
+    },
+}
+
+
+@pytest.fixture(scope="module", params=["nemotron_h", "qwen3_next"])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model that keeps states, one that drafts for it, and the CPU's tokens."""
+    directory = tmp_path_factory.mktemp(request.param)
+    model = str(save_with_head(directory / "model", request.param, is_right=True))
+    draft = str(save_tiny_model(directory / "draft", "qwen2"))
+    return model, draft, generate_with_states("cpu", model)[0]
+
+
+def generate_with_states(
+    device: str, model: str, **settings: Any
+) -> tuple[list[Any], dict[str, int]]:
+    """As `generate`, of prompts in chunks; the second time they start from checkpoints."""
+    text = list(range(20, 90))
+    prompts = [{"prompt_token_ids": ids} for ids in ([*text, *text[:30]], [5, 6, 7])]
+    settings = {"max_model_len": 160, "max_num_seqs": 4, "num_gpu_blocks_override": 60} | settings
+    settings |= {"max_num_batched_tokens": 64, "state_checkpoint_interval": 32}
+    arguments = {"model": model, "dtype": "float32", "num_threads": 1, "device": device}
+    with LLM(engine="inproc", **arguments, **settings) as llm:
+        found = [
+            (answer.outputs[0].token_ids, answer.outputs[0].cumulative_logprob)
+            for _ in range(2)
+            for answer in llm.generate(prompts, PARAMS[:2], use_tqdm=False)
+        ]
+        return found, llm.get_metrics()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_with_several_passes_and_drafts(name: str, hybrid: Any) -> None:
+    """From graphs, of decodes, chunks and passes that verify."""
+    model, draft, expected = hybrid
+    settings = dict(HYBRIDS[name])
+    drafting = settings.get("speculative_config")
+    if drafting is not None and "model" in drafting:
+        settings["speculative_config"] = drafting | {"model": draft}
+    with fake_gpu() as gpu:
+        found, counters = generate_with_states("cuda", model, **settings)
+    assert found == expected and counters["num_states_restored"]
+    assert sum(capture.num_replays for capture in gpu.captures) > 20
+    assert (counters["num_draft_tokens"] > 9) == (drafting is not None)
+    assert name.startswith("mtp") <= (counters["num_accepted_tokens"] > 10)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from quire.ipc.messages import EngineCoreRequest, FinishReason
 from quire.ipc.params import SamplingParams
 from quire.ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from quire.tests.core.engine_loop import assert_nothing_left, collect, make_core, run, step
-from quire.tests.fakes import FakeExecutor, expected_output, make_config
+from quire.tests.fakes import FakeExecutor, digest_of, expected_output, make_config
 
 
 class LateExecutor(FakeExecutor):
@@ -99,6 +99,36 @@ def test_a_request_that_drafts_is_scheduled_before_its_drafts_are_verified(num_s
     assert answer.tokens == expected_output(prompt, params, [], core.config)[0]
     assert core.scheduler.counters.prefix_cache_hits >= 144
     assert core.scheduler.counters.num_states_restored == (num_state_checkpoints is not None)
+    assert_nothing_left(core)
+
+
+@pytest.mark.parametrize("num_state_checkpoints", [None, 40])
+def test_what_counts_as_computed_is_computed(num_state_checkpoints):
+    """After each step, of each request, and of each state that can be found."""
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "block_size": 8}
+    core = make_late_core(num_state_checkpoints, speculative_config=DRAFTS, **sizes)
+    prompts = {f"r{i}": [(5 * i + j) % 97 for j in range(9 + 20 * i)] for i in range(5)}
+    for name, prompt in prompts.items():
+        params = SamplingParams(temperature=0.0, seed=0, max_tokens=70)
+        core.add_request(EngineCoreRequest(name, prompt, params))
+    manager, num_known = core.scheduler.kv_cache_manager, 0
+    digests: dict[bytes, int] = {}  # by the name of a block
+    while core.has_work():
+        step(core)
+        for one in core.scheduler.running:
+            if one.num_executed_tokens:
+                slot = core.executor.slots[one.slot]
+                assert one.num_executed_tokens == slot.num_computed_tokens
+            for number, name in enumerate(one.block_hashes, start=1):
+                if name not in digests:
+                    digests[name] = digest_of(one.token_ids[: 8 * number])
+        if manager.checkpoints is None:
+            continue
+        for name, checkpoint in manager.checkpoints._named.items():
+            if name in digests:  # else its request has ended with this step
+                assert core.executor.states.places[checkpoint.place] == digests[name]
+                num_known += 1
+    assert (num_known > 99) == (num_state_checkpoints is not None)
     assert_nothing_left(core)
 
 

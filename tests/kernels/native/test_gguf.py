@@ -7,18 +7,21 @@ from __future__ import annotations
 import pytest
 import torch
 from quire.kernels.cpu.native.library import library
+from quire.kernels.moe import Experts
 from quire.kernels.ops import silu_and_mul
 from quire.kernels.reference.gguf_blocks import block_type
 from quire.kernels.reference.gguf_linear import TYPES, GgufLinear
 from quire.tests.kernels.cases import random_blocks
+from quire.tests.kernels.moe_cases import random_ids
 from quire.tests.kernels.native.conftest import NEEDS_LIBRARY
 from quire.tests.kernels.native.test_quantized import normal, same_bits
 
 if library is not None:
     from quire.kernels.cpu.native import gguf
+    from quire.kernels.cpu.native.experts import fused_moe
     from quire.kernels.cpu.native.gguf import PackedGgufLinear
 
-ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 17, 33)  # few and many rows use different instructions
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 33)  # few and many rows use different instructions
 
 types = pytest.mark.parametrize("type", TYPES)
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -91,6 +94,19 @@ def test_gated(isa, type):
     x = normal(9, 512, dtype=torch.bfloat16)
     assert layer.can_gate
     assert same_bits(layer.silu_and_mul(x), silu_and_mul(layer(x)))
+
+
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_K", "Q6_K"])
+def test_experts_give_a_token_the_same_bits_among_few_and_many(isa, type):
+    def pack(rows: int) -> list[PackedGgufLinear]:
+        return [layers(random_blocks(rows, 256, type), type, torch.bfloat16)[0] for _ in range(4)]
+
+    experts = Experts(pack(512), pack(40), "silu")
+    torch.manual_seed(3)
+    x, ids, weights = normal(40, 256, dtype=torch.bfloat16), random_ids(40, 4, 2), torch.rand(40, 2)
+    many = fused_moe(x, ids, weights, experts)  # 20 rows per expert
+    for part in (slice(0, 1), slice(5, 17)):
+        assert same_bits(fused_moe(x[part], ids[part], weights[part], experts), many[part])
 
 
 def test_parts_of_several_types(isa):

@@ -485,7 +485,7 @@ struct BlockLayout {
     int32_t scales[3][3];  // in the order of the packed scales; then 1, 2 or 4 bytes, kept together
 };
 
-// Packs rows of blocks (gguf_dot.inl, gguf_super_dot.inl) on all threads: numbers
+// Packs rows of blocks (gguf_types.inl) on all threads: numbers
 // [panel][block][bytes / 4][16][4], scales [panel][block], each part [bytes / width][16][width].
 // rows [num_rows]: the address of each. Incomplete panels are padded with zeros. numbers and scales
 // are 64-byte aligned.

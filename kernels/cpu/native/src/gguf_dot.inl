@@ -103,86 +103,61 @@ struct Unpacked {
     static constexpr int64_t NUMBERS = BLOCK_SIZE * PANEL, SCALES = PANEL * sizeof(float),
                              LEASTS = NUMBERS + Kind::PARTS_OF_32 * SCALES,
                              BYTES = LEASTS + Kind::LEAST * SCALES;
+};
 
-    const char* data;
-    int64_t blocks;
+// Bytes of the next product's panels, which a tile of rows prefetches
+struct Share {
+    Blocks blocks;
+    int64_t first, size;
 
-    // Prefetches bytes `first` to `end` of other panels meanwhile.
-    template <int ROWS, int PANELS>
-    __attribute__((noinline)) void multiply(const QuantizedRows<Kind>& x, const Blocks& soon,
-                                            int64_t first, int64_t end, int64_t place, int up,
-                                            Sums* sums) const {
-        constexpr int VECTORS = PANELS * PARTS;
-        const int64_t apart = blocks * BYTES, share = end - first;
-        const char* from = data;
-        int64_t asked = 0;
-        decltype(Vec::v) total[ROWS * VECTORS];
-        const Vec zero = settled(Vec());
-        for (auto& sum : total) sum = zero.v;
-        for (int64_t block = 0; block < blocks; block++, from += BYTES) {
-            for (; asked < (block + 1) * share / blocks; asked += 64)
-                soon.ask_for<PANELS>(first + asked);
-            const auto floats = [&](int64_t at, int v) ALWAYS_INLINE {
-                return Vec::load(
-                    (const float*)vector_at(from + at, apart, v, Vec::LANES * sizeof(float)));
-            };
-            add_block<Kind, ROWS, VECTORS>(
-                x, block,
-                [&](int line, int v) ALWAYS_INLINE {
-                    return Ints::load(vector_at(from + line * WORDS, apart, v, Ints::BYTES));
-                },
-                [&](int part, int v) ALWAYS_INLINE { return floats(NUMBERS + part * SCALES, v); },
-                [&](int v) ALWAYS_INLINE { return floats(LEASTS, v); }, total);
-        }
-        written_out<ROWS>([&](int row) ALWAYS_INLINE {
-            written_out<VECTORS>([&](int i) ALWAYS_INLINE {
-                Vec(total[row * VECTORS + i])
-                    .store(sums[row][place + i / PARTS][up] + i % PARTS * Vec::LANES);
-            });
-        });
+    // Prefetches up to `done` of `all` equal parts, of which `asked` bytes have been.
+    template <int PANELS>
+    ALWAYS_INLINE void ask_for(int64_t& asked, int64_t done, int64_t all) const {
+        for (; asked < done * size / all; asked += 64) blocks.ask_for<PANELS>(first + asked);
     }
 };
 
-// Many rows of x: a few panels are unpacked, and all rows are multiplied by these.
-template <typename F>
-struct UnpackedForm {
+// The few panels that all rows are multiplied by, unpacked once: those of the gate and those of the
+// up half. Numbers are as stored, or WHOLE: signed bytes, without offset.
+template <typename F, int BESIDE, bool WHOLE>
+struct UnpackedPanels {
     using Panel = Unpacked<typename F::Kind>;
-    static constexpr int MAX_ROWS = MAX_EXACT_SUMS / 2,
-                         BESIDE = panels_beside(MAX_ROWS, MAX_EXACT_SUMS);
 
     const QuantizedLinear& call;
     const Worker& worker;
-    const int64_t blocks, panel_bytes;
-    char* memory = nullptr;          // of the gate and of the up half
+    const int64_t blocks, bytes;  // of a panel, unpacked
+    char* memory = nullptr;
     int64_t unpacked[2] = {-1, -1};  // their first panels
 
-    UnpackedForm(const QuantizedLinear& call, const Worker& worker)
+    UnpackedPanels(const QuantizedLinear& call, const Worker& worker)
         : call(call),
           worker(worker),
           blocks(call.in_features / BLOCK_SIZE),
-          panel_bytes(blocks * BLOCK_SIZE * F::LINE_OF_K) {}
+          bytes(blocks * Panel::BYTES) {}
 
-    static constexpr int panels_at_once(int64_t) { return BESIDE; }
-    static constexpr bool one_stream(int64_t) { return false; }
-
-    void multiply(int64_t rows, const Panels& panels, const Next& next, int up,
-                  const QuantizedRows<F>& x, Sums* sums) {
-        const int64_t bytes = blocks * Panel::BYTES;
+    const char* of(const Panels& panels, int up) {
         if (!memory) memory = (char*)worker.scratch(2 * BESIDE * bytes);
         char* to = memory + up * BESIDE * bytes;
         if (unpacked[up] != panels.first)
             for (int64_t i = 0; i < panels.count; i++)
                 unpack(panels.first + i * panels.apart, to + i * bytes);
         unpacked[up] = panels.first;
-        if (panels.count == BESIDE)
-            return multiply_exactly<MAX_ROWS, BESIDE>(rows, {to, blocks}, next, 0, up, x, sums);
-        for (int64_t i = 0; i < panels.count; i++)
-            multiply_exactly<MAX_ROWS, 1>(rows, {to + i * bytes, blocks}, next, i, up, x, sums);
+        return to;
+    }
+
+    Share share_of(const Next& next, int64_t place) const {
+        const int64_t panel_bytes = blocks * BLOCK_SIZE * F::LINE_OF_K,
+                      first = next.panels.first + place * next.panels.apart,
+                      size = panel_bytes / next.shares;
+        return {{(const char*)next.layer->weight + first * panel_bytes,
+                 next.panels.apart * panel_bytes},
+                next.share * size,
+                size};
     }
 
 private:
     __attribute__((noinline)) void unpack(int64_t panel, char* to) const {
-        const char *numbers = (const char*)call.weight + panel * panel_bytes,
+        const char *numbers = (const char*)call.weight + panel * blocks * BLOCK_SIZE * F::LINE_OF_K,
                    *scales =
                        (const char*)call.scales + panel * scales_of_panel<F>(call.in_features);
         for (int64_t block = 0; block < blocks; block += F::SUBS) {
@@ -196,8 +171,10 @@ private:
                     written_out<PARTS>([&](int v) ALWAYS_INLINE {
                         const char* from = numbers + v * Ints::BYTES;
                         written_out<BLOCK_SIZE / 4>([&](int line) ALWAYS_INLINE {
-                            F::stored(from, sub, i, line)
-                                .store(to + line * WORDS + v * Ints::BYTES);
+                            auto four = F::stored(from, sub, i, line);
+                            if constexpr (WHOLE && (F::SIGNED || F::ZERO))
+                                four = four.minus_bytes(F::SIGNED ? 128 : F::ZERO);
+                            four.store(to + line * WORDS + v * Ints::BYTES);
                         });
                         float* after = (float*)(to + Panel::NUMBERS) + v * Vec::LANES;
                         for (int part = 0; part < F::PARTS_OF_32; part++, after += PANEL)
@@ -209,20 +186,76 @@ private:
             numbers += F::SUBS * BLOCK_SIZE * F::LINE_OF_K, scales += F::BLOCK_SCALES;
         }
     }
+};
 
-    // Each tile of rows prefetches its share of the next product's panels.
+// Rows times unpacked panels, whose share of the next ones is prefetched meanwhile.
+template <typename Kind, int ROWS, int PANELS>
+__attribute__((noinline)) void multiply_unpacked(const char* from, int64_t blocks,
+                                                 const QuantizedRows<Kind>& x, const Share& soon,
+                                                 int64_t place, int up, Sums* sums) {
+    using Panel = Unpacked<Kind>;
+    constexpr int VECTORS = PANELS * PARTS;
+    const int64_t apart = blocks * Panel::BYTES;
+    int64_t asked = 0;
+    decltype(Vec::v) total[ROWS * VECTORS];
+    const Vec zero = settled(Vec());
+    for (auto& sum : total) sum = zero.v;
+    for (int64_t block = 0; block < blocks; block++, from += Panel::BYTES) {
+        soon.ask_for<PANELS>(asked, block + 1, blocks);
+        const auto floats = [&](int64_t at, int v) ALWAYS_INLINE {
+            return Vec::load(
+                (const float*)vector_at(from + at, apart, v, Vec::LANES * sizeof(float)));
+        };
+        add_block<Kind, ROWS, VECTORS>(
+            x, block,
+            [&](int line, int v) ALWAYS_INLINE {
+                return Ints::load(vector_at(from + line * WORDS, apart, v, Ints::BYTES));
+            },
+            [&](int part, int v)
+                ALWAYS_INLINE { return floats(Panel::NUMBERS + part * Panel::SCALES, v); },
+            [&](int v) ALWAYS_INLINE { return floats(Panel::LEASTS, v); }, total);
+    }
+    written_out<ROWS>([&](int row) ALWAYS_INLINE {
+        written_out<VECTORS>([&](int i) ALWAYS_INLINE {
+            Vec(total[row * VECTORS + i])
+                .store(sums[row][place + i / PARTS][up] + i % PARTS * Vec::LANES);
+        });
+    });
+}
+
+// Many rows of x: a few panels are unpacked, and all rows are multiplied by these.
+template <typename F>
+struct UnpackedForm {
+    using Kind = typename F::Kind;
+    using Panel = Unpacked<Kind>;
+    static constexpr int MAX_ROWS = MAX_EXACT_SUMS / 2,
+                         BESIDE = panels_beside(MAX_ROWS, MAX_EXACT_SUMS);
+    using Unpacking = UnpackedPanels<F, BESIDE, false>;
+
+    Unpacking unpacked;
+
+    UnpackedForm(const QuantizedLinear& call, const Worker& worker) : unpacked(call, worker) {}
+
+    static constexpr int panels_at_once(int64_t) { return BESIDE; }
+    static constexpr bool one_stream(int64_t) { return false; }
+
+    void multiply(int64_t rows, const Panels& panels, const Next& next, int up,
+                  const QuantizedRows<F>& x, Sums* sums) {
+        const char* data = unpacked.of(panels, up);
+        if (panels.count == BESIDE)
+            return multiply_exactly<MAX_ROWS, BESIDE>(rows, data, next, 0, up, x, sums);
+        for (int64_t i = 0; i < panels.count; i++)
+            multiply_exactly<MAX_ROWS, 1>(rows, data + i * unpacked.bytes, next, i, up, x, sums);
+    }
+
+private:
     template <int ROWS, int PANELS>
-    void multiply_exactly(int64_t rows, const Panel& panels, const Next& next, int64_t place,
-                          int up, const QuantizedRows<F>& x, Sums* sums) const {
+    void multiply_exactly(int64_t rows, const char* data, const Next& next, int64_t place, int up,
+                          const QuantizedRows<F>& x, Sums* sums) const {
         if constexpr (ROWS > 1)
             if (rows != ROWS)
-                return multiply_exactly<ROWS - 1, PANELS>(rows, panels, next, place, up, x, sums);
-        const int64_t first = next.panels.first + place * next.panels.apart,
-                      share = panel_bytes / next.shares;
-        const Blocks soon{(const char*)next.layer->weight + first * panel_bytes,
-                          next.panels.apart * panel_bytes};
-        panels.template multiply<ROWS, PANELS>(x.template as<typename F::Kind>(), soon,
-                                               next.share * share, (next.share + 1) * share, place,
-                                               up, sums);
+                return multiply_exactly<ROWS - 1, PANELS>(rows, data, next, place, up, x, sums);
+        multiply_unpacked<Kind, ROWS, PANELS>(data, unpacked.blocks, x.template as<Kind>(),
+                                              unpacked.share_of(next, place), place, up, sums);
     }
 };

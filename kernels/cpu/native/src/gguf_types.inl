@@ -309,6 +309,11 @@ struct Q6_K : BlockType<256, 192, 18, 63, 32, false, 2> {
     }
 };
 
+#define FOR_BLOCK_TYPES(DO)                                                             \
+    DO(Q8_0)                                                                            \
+    DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(IQ4_NL) DO(MXFP4) DO(Q4_K) DO(Q5_K) DO(Q6_K) \
+        DO(INT4_32) DO(INT4_128)
+
 // out [rows, size] = rows of a table of blocks for the step's token ids, dequantized
 template <typename T, typename F>
 void embedding_of_blocks(const EmbeddingInt8& a, int64_t rows, const Step& step,

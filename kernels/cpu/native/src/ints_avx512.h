@@ -34,6 +34,7 @@ struct Ints {
 
     // For GGUF's blocks: add_fours in two steps; the first one depends on the weights alone
     Ints for_add_bytes() const { return _mm512_xor_si512(v, _mm512_set1_epi8((char)0x80)); }
+    Ints minus_bytes(int n) const { return _mm512_sub_epi8(v, _mm512_set1_epi8((char)n)); }
     static Ints add_bytes(Ints sum, Ints w, Ints x) { return _mm512_dpbusd_epi32(sum.v, w.v, x.v); }
     static constexpr bool SUMS_OF_HALVES = false;
     static constexpr int run_of(int, int lines) { return lines; }

@@ -30,6 +30,10 @@ struct Kernels {
         by_op[OP_LINEAR_INT4] = quantized::quantized_linear<Int4Dot>;
         by_op[OP_EXPERTS_LINEAR_INT8] = quantized::experts_linear_of<Int8Dot>;
         by_op[OP_EXPERTS_LINEAR_INT4] = quantized::experts_linear_of<Int4Dot>;
+#define SET(F) by_op[OP_LINEAR_##F] = quantized::if_many<quantized::quantized_linear<quantized::F>>;
+        FOR_BLOCK_TYPES(SET)
+#undef SET
+        by_op[OP_EXPERTS_LINEAR_BLOCKS] = quantized::if_many<quantized::experts_linear_blocks>;
 #endif
     }
 };

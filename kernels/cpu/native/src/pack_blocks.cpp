@@ -1,4 +1,4 @@
-// Packs the blocks of a GGUF file in the layout that gguf_dot.inl and gguf_super_dot.inl read.
+// Packs the blocks of a GGUF file in the layout that gguf_types.inl states.
 #include <emmintrin.h>
 
 #include <algorithm>

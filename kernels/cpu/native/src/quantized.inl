@@ -207,6 +207,7 @@ private:
 };
 
 #ifdef QUIRE_AMX
+#include "gguf_amx.inl"
 #include "quantized_amx.inl"
 #endif
 
@@ -216,7 +217,12 @@ constexpr int64_t ROWS_APART = 2;
 constexpr int64_t ITEM_BYTES = 128 * 1024;  // of weights: enough work for an item
 // the same if there are few rows: memory is fastest with long streams
 constexpr int64_t STREAMS_BYTES = 512 * 1024;
-constexpr int64_t CACHED_BYTES = 128 * 1024;  // of x, which stay in the L2 cache while panels pass
+// of x, which stay in the L2 cache while panels pass; processors with AMX have 2 MB of it
+#ifdef QUIRE_AMX
+constexpr int64_t CACHED_BYTES = 1024 * 1024;
+#else
+constexpr int64_t CACHED_BYTES = 128 * 1024;
+#endif
 
 // Bias, activation and rounding of `rows` rows of one panel, which has index `place` in their sums;
 // the first result is out[first].
@@ -391,33 +397,53 @@ void multiply_rows(const QuantizedLinear& a, int64_t rows, const Worker& worker)
     }
 }
 
-// The form for at least FROM rows.
+// The form for at least FROM rows, and that for fewer.
 template <typename Dot, bool OWN_SCALES = Dot::OWN_SCALES>
-struct ManyRows {
+struct Forms {
 #ifdef QUIRE_AMX
-    using Form = TileForm<Dot>;
+    using Many = TileForm<Dot>;
     static constexpr int64_t FROM = TILES_FROM_ROWS;
 #else
-    using Form = VectorForm<Dot>;
+    using Many = VectorForm<Dot>;
     static constexpr int64_t FROM = 1;
 #endif
+    using Few = VectorForm<Dot>;
 };
 template <typename Dot>
-struct ManyRows<Dot, true> {
-    using Form = UnpackedForm<Dot>;
+struct Forms<Dot, true> {
+#ifdef QUIRE_AMX
+    using Many = BlockTileForm<Dot>;
+    using Few = Many;  // of experts; calls with few rows are AVX-512's (if_many)
+    static constexpr int64_t FROM = 1;
+#else
+    using Many = UnpackedForm<Dot>;
+    using Few = VectorForm<Dot>;
     static constexpr int64_t FROM = Dot::MOST_DIRECT_ROWS + 1;
+#endif
 };
 
 template <typename Dot>
 void quantized_linear(const Call& call, const Step& step, const Worker& worker) {
-    using Many = ManyRows<Dot>;
+    using Form = Forms<Dot>;
     const QuantizedLinear& a = (const QuantizedLinear&)call;
     const int64_t rows = rows_of(call, step);
-    if (rows >= Many::FROM)
-        FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, typename Many::Form>(a, rows, worker)));
-    else FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, VectorForm<Dot>>(a, rows, worker)));
+    if (rows >= Form::FROM)
+        FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, typename Form::Many>(a, rows, worker)));
+    else FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, typename Form::Few>(a, rows, worker)));
 }
 
 #include "quantized_experts.inl"
+
+#ifdef QUIRE_AMX
+// A kernel of blocks in tiles, or for few rows that of AVX-512: rows that it multiplies at once do
+// not pay for unpacking.
+template <Kernel IN_TILES>
+void if_many(const Call& call, const Step& step, const Worker& worker) {
+    const int64_t rows = call.op == OP_EXPERTS_LINEAR_BLOCKS
+                             ? rows_of_expert((const ExpertsLinear&)call)
+                             : rows_of(call, step);
+    (rows > 8 ? IN_TILES : isa_amx.base->kernel(call.op))(call, step, worker);
+}
+#endif
 
 }  // namespace quantized

@@ -14,12 +14,9 @@ struct TileForm {
     // an int4 panel's weights as int8, those of the gate and of the up half
     int8_t* unpacked = nullptr;
     int64_t panels[2] = {-1, -1};
-    int64_t configured = 0;  // rows that the tiles are configured for
+    TileRows tiles;
 
     TileForm(const QuantizedLinear& call, const Worker& worker) : call(call), worker(worker) {}
-    ~TileForm() {
-        if (configured) release_tiles();
-    }
 
     static constexpr int panels_at_once(int64_t) { return 1; }
     static constexpr bool one_stream(int64_t) { return false; }
@@ -27,8 +24,7 @@ struct TileForm {
     void multiply(int64_t rows, const Panels& one, const Next&, int up, const QuantizedRows<Dot>& x,
                   Sums* sums) {
         const int64_t panel = one.first;
-        if (rows != configured) configure_tiles(rows);
-        configured = rows;
+        tiles.configure(rows);
         const char* scales = (const char*)call.scales + panel * x.groups * Dot::SCALES;
         const int64_t depth = depth_of(call.in_features);
         const int8_t* weights = (const int8_t*)call.weight + panel * depth * PANEL;

@@ -15,7 +15,7 @@ struct ExpertLayers {
 template <typename Dot>
 struct ExpertLayersOf final : ExpertLayers {
     using X = QuantizedRows<Dot>;
-    using Many = ManyRows<Dot>;
+    using Forms = quantized::Forms<Dot>;
 
     template <typename Form>
     struct Current {
@@ -32,8 +32,8 @@ struct ExpertLayersOf final : ExpertLayers {
     const int64_t in_features, groups = ceil_div(in_features, Dot::GROUP);
     const Worker& worker;
     X x{nullptr, 0, 0};
-    std::optional<Current<VectorForm<Dot>>> few;
-    std::optional<Current<typename Many::Form>> many;
+    std::optional<Current<typename Forms::Few>> few;
+    std::optional<Current<typename Forms::Many>> many;
 
     ExpertLayersOf(int64_t in_features, const Worker& worker)
         : in_features(in_features), worker(worker) {}
@@ -46,7 +46,7 @@ struct ExpertLayersOf final : ExpertLayers {
     Products& start(const QuantizedLinear& layer, int64_t place, int64_t rows) override {
         few.reset();
         many.reset();
-        if (rows >= Many::FROM) return many.emplace(layer, worker, x.from(place)).products;
+        if (rows >= Forms::FROM) return many.emplace(layer, worker, x.from(place)).products;
         return few.emplace(layer, worker, x.from(place)).products;
     }
 };
@@ -101,33 +101,22 @@ void experts_linear_of(const Call& call, const Step&, const Worker& worker) {
     FOR_DTYPE(call.dtype, multiply_experts<T>(layers, a, worker));
 }
 
-#ifndef QUIRE_BF16
+#if !defined(QUIRE_BF16) || defined(QUIRE_AMX)
 inline void experts_linear_blocks(const Call& call, const Step& step, const Worker& worker) {
     switch (((const ExpertsLinear&)call).kind) {
-        case OP_LINEAR_Q8_0:
-            return experts_linear_of<Q8_0>(call, step, worker);
-        case OP_LINEAR_Q4_0:
-            return experts_linear_of<Q4_0>(call, step, worker);
-        case OP_LINEAR_Q4_1:
-            return experts_linear_of<Q4_1>(call, step, worker);
-        case OP_LINEAR_Q5_0:
-            return experts_linear_of<Q5_0>(call, step, worker);
-        case OP_LINEAR_Q5_1:
-            return experts_linear_of<Q5_1>(call, step, worker);
-        case OP_LINEAR_IQ4_NL:
-            return experts_linear_of<IQ4_NL>(call, step, worker);
-        case OP_LINEAR_MXFP4:
-            return experts_linear_of<MXFP4>(call, step, worker);
-        case OP_LINEAR_Q4_K:
-            return experts_linear_of<Q4_K>(call, step, worker);
-        case OP_LINEAR_Q5_K:
-            return experts_linear_of<Q5_K>(call, step, worker);
-        case OP_LINEAR_Q6_K:
-            return experts_linear_of<Q6_K>(call, step, worker);
-        case OP_LINEAR_INT4_32:
-            return experts_linear_of<INT4_32>(call, step, worker);
-        case OP_LINEAR_INT4_128:
-            return experts_linear_of<INT4_128>(call, step, worker);
+#define CASE(F)         \
+    case OP_LINEAR_##F: \
+        return experts_linear_of<F>(call, step, worker);
+        FOR_BLOCK_TYPES(CASE)
+#undef CASE
     }
 }
 #endif
+
+// Rows per expert that has any, rounded up
+inline int64_t rows_of_expert(const ExpertsLinear& a) {
+    int64_t active = 0;
+    for (int64_t expert = 0; expert < a.count; expert++)
+        active += a.starts[expert + 1] > a.starts[expert];
+    return active ? ceil_div(a.starts[a.count], active) : 0;
+}

@@ -55,8 +55,9 @@ void dot_int8_tiles() {
 #endif
 
 // For up to 32 rows of x: the first 16 in tiles 0, 1 and 4, the others in 2, 3 and 5; complete
-// weights in 6 and 7. Clears all tiles.
-inline void configure_tiles(int64_t rows) {
+// weights in 6 and 7. k_bytes: of a row of x at once, as many rows of 4 of the weights. Clears all
+// tiles.
+inline void configure_tiles(int64_t rows, int64_t k_bytes = 64) {
     struct alignas(64) {
         uint8_t palette, start_row, reserved[14];
         uint16_t row_bytes[16];
@@ -65,10 +66,24 @@ inline void configure_tiles(int64_t rows) {
     config.palette = 1;
     int64_t upper = rows < 16 ? rows : 16, lower = rows > 16 ? rows - 16 : upper;
     for (int tile = 0; tile < 8; tile++) {
-        config.row_bytes[tile] = 64;
-        config.rows[tile] = (uint8_t)(tile >= 6                             ? 16
+        const bool of_x = tile == 4 || tile == 5;
+        config.row_bytes[tile] = (uint16_t)(of_x ? k_bytes : 64);
+        config.rows[tile] = (uint8_t)(tile >= 6                             ? k_bytes / 4
                                       : tile == 2 || tile == 3 || tile == 5 ? lower
                                                                             : upper);
     }
     load_tile_config(&config);
 }
+
+// Keeps tiles configured for as many rows as were asked for last, and releases them.
+struct TileRows {
+    int64_t configured = 0;
+
+    void configure(int64_t rows, int64_t k_bytes = 64) {
+        if (rows != configured) configure_tiles(rows, k_bytes);
+        configured = rows;
+    }
+    ~TileRows() {
+        if (configured) release_tiles();
+    }
+};

@@ -130,17 +130,17 @@ def pack_gguf_linear(
     """Works as pack_linear, with a weight whose rows are GGUF's blocks: parts [n, bytes] uint8,
     stacked, each of the type at its place in `types`; bias [N] and results have the dtype.
 
-    The types are Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4, Q4_K, Q5_K and Q6_K, and INT4_32 and
-    INT4_128 for int4 weights of other checkpoints. x is quantized as in pack_quantized_linear, but
-    in groups of 32; sums of their products with a block's integers are exact.
-    reference/gguf_linear.py states how scales and minima are applied. A row of x that is not finite
-    gives NaN. The returned function has `logits`, and for a weight of one type `embedding`, whose
-    rows are the dequantized blocks. An implementation may have an attribute `from_parts`, the same
-    function with `release=`, as that of pack_linear. One with an attribute `takes_fp8` that is true
-    also multiplies FP8_32 and FP8_128: e4m3 numbers with a scale in fp32, by x itself. One with an
-    attribute `quantizes_to_fp8` that is true multiplies x in e4m3 by those whose type ends with
-    _GROUP, _TOKEN or _STATIC, with scales for 128 numbers of a row, for a row, or one that is in
-    the blocks.
+    The types are Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4, Q4_K, Q5_K and Q6_K, INT4_32 and
+    INT4_128 for int4 weights of other checkpoints, and INT2_64 and INT2_128 for ternary ones. x is
+    quantized as in pack_quantized_linear, but in groups of 32; sums of their products with a
+    block's integers are exact. reference/gguf_linear.py states how scales and minima are applied. A
+    row of x that is not finite gives NaN. The returned function has `logits`, and for a weight of
+    one type `embedding`, whose rows are the dequantized blocks. An implementation may have an
+    attribute `from_parts`, the same function with `release=`, as that of pack_linear. One with an
+    attribute `takes_fp8` that is true also multiplies FP8_32 and FP8_128: e4m3 numbers with a scale
+    in fp32, by x itself. One with an attribute `quantizes_to_fp8` that is true multiplies x in e4m3
+    by those whose type ends with _GROUP, _TOKEN or _STATIC, with scales for 128 numbers of a row,
+    for a row, or one that is in the blocks.
     """
 
 

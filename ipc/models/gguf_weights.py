@@ -25,7 +25,7 @@ from .gguf_architectures import (
     GGUFArchitecture,
 )
 from .gguf_hybrids import DRAFT_LAYERS
-from .quantized_tensors import layer_of
+from .quantized_tensors import BLOCKS, layer_of
 from .stacked_experts import stacked_pieces
 
 ARCHITECTURE_KEY = "general.architecture"
@@ -304,7 +304,7 @@ def bytes_in_memory(tensor: GGUFTensor, dtype: str, keeps_blocks: bool) -> int:
     num_elements = prod(tensor.shape)
     if not (keeps_blocks and len(tensor.shape) == 2 and tensor.type in MEMORY_TYPES):
         return num_elements * DTYPE_BYTES[dtype]
-    elements, block_bytes = BLOCK_SIZES[MEMORY_TYPES[tensor.type]]
+    elements, block_bytes = (BLOCK_SIZES | BLOCKS)[MEMORY_TYPES[tensor.type]]
     return num_elements // elements * block_bytes
 
 

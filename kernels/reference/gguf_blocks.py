@@ -1,11 +1,12 @@
 """Specifies block types, that is, the weights that packed blocks stand for. Those of GGUF files are
-GGML's; INT4_* hold the int4 weights of other quantized checkpoints.
+GGML's; INT4_* hold the int4 weights of other quantized checkpoints, INT2_* ternary ones.
 
 Must not know: files, speed.
 
-A row is a sequence of blocks. A block of INT4_n is a little-endian word and n numbers as Q4_0 has
-them. The word is a scale in fp32, whose lowest byte holds an integer zero point in place of its own
-bits.
+A row is a sequence of blocks. A block of INT2_n is a scale in fp16 and n numbers of 2 bits, which
+are stored plus one: byte i of the eight of 32 numbers has numbers i, i + 8, i + 16 and i + 24. A
+block of INT4_n is a little-endian word and n numbers as Q4_0 has them. The word is a scale in fp32,
+whose lowest byte holds an integer zero point in place of its own bits.
 
 Every formula multiplies, adds and rounds in the order of GGML's own code, so that the results are
 its results bit by bit.
@@ -51,7 +52,7 @@ def row_bytes(columns: int, type: str) -> int:
 
 
 def block_type(type: str) -> BlockType:
-    found = TYPES.get(type) or INT4_TYPES.get(type) or FP8_TYPES.get(type)
+    found = TYPES.get(type) or INT_TYPES.get(type) or FP8_TYPES.get(type)
     if found is None:
         raise ValueError(f"type {type:.20} is not supported; supported: {', '.join(TYPES)}")
     return found
@@ -254,6 +255,11 @@ def _int4(blocks: Tensor) -> Tensor:
     return scale * (unpack_bits(numbers, 4, 16).float() - zero)
 
 
+def _int2(blocks: Tensor) -> Tensor:
+    scale, numbers = split(blocks, 2, blocks.shape[1] - 2)
+    return half(scale) * (unpack_bits(numbers, 2, 8).float() - 1)
+
+
 def fp8_parts(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Blocks of FP8_* -> scales [blocks, 1], e4m3 numbers [blocks, columns] and, of FP8_*_STATIC,
     the scales of x [blocks, 1], all f32.
@@ -280,7 +286,9 @@ def _product(parts: Callable[[Tensor], Parts]) -> Callable[[Tensor], Tensor]:
 
 
 ZERO_BITS = 255  # of the word of a block of INT4_*
-INT4_TYPES = {f"INT4_{size}": BlockType(size, 4 + size // 2, _int4) for size in (32, 128)}
+INT_TYPES = {f"INT4_{size}": BlockType(size, 4 + size // 2, _int4) for size in (32, 128)} | {
+    f"INT2_{size}": BlockType(size, 2 + size // 4, _int2) for size in (64, 128)
+}
 # How x is quantized to FP8, by what a type ends with: it is not; with a scale for each row and 128
 # columns; for each row; with one scale, which is in the blocks.
 FP8_SCHEMES = ("", "_GROUP", "_TOKEN", "_STATIC")

@@ -229,6 +229,12 @@ def _int4(blocks: Tensor) -> _Pieces:
     return unpack_bits(numbers, 4, 16), scale.expand(-1, parts), (-zero * scale).expand(-1, parts)
 
 
+def _int2(blocks: Tensor) -> _Pieces:
+    scale, numbers = split(blocks, 2, blocks.shape[1] - 2)
+    parts = numbers.shape[1] // 8  # of 32 numbers
+    return unpack_bits(numbers, 2, 8).float() - 1, half(scale).expand(-1, parts), None
+
+
 _PARTS = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
@@ -242,5 +248,7 @@ _PARTS = {
     "Q6_K": _q6_k,
     "INT4_32": _int4,
     "INT4_128": _int4,
+    "INT2_64": _int2,
+    "INT2_128": _int2,
 }
 TYPES = tuple(_PARTS)

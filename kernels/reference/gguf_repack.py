@@ -3,11 +3,11 @@
 
 Must not know: files, speed.
 
-The conversions of Q3_K and IQ3_S to Q6_K and of TQ1_0, TQ2_0, Q1_0 and Q2_0 to Q4_0 are exact, and
-so are those of IQ1_S and IQ1_M to Q6_K where the scales are fp16 after a division by eight. IQ4_XS,
-IQ2_XXS and IQ3_XXS keep their numbers as Q8_0, and the scale of each 32 is rounded to fp16, by at
-most 2**-11 of it. Q2_K, IQ2_XS, IQ2_S and NVFP4 become Q8_0, and every weight is rounded by at most
-1/253 of the largest of its 32.
+The conversions of Q3_K and IQ3_S to Q6_K, of TQ1_0, TQ2_0 and Q1_0 to INT2_128 and of Q2_0 to
+INT2_64 are exact, and so are those of IQ1_S and IQ1_M to Q6_K where the scales are fp16 after a
+division by eight. IQ4_XS, IQ2_XXS and IQ3_XXS keep their numbers as Q8_0, and the scale of each 32
+is rounded to fp16, by at most 2**-11 of it. Q2_K, IQ2_XS, IQ2_S and NVFP4 become Q8_0, and every
+weight is rounded by at most 1/253 of the largest of its 32.
 """
 
 from __future__ import annotations
@@ -86,17 +86,22 @@ def _as_q6_k(stored: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
 
 
 def _whole(type: str, scale_at: int) -> Callable[[Tensor], Tensor]:
-    """Converts to Q4_0 types with numbers from -8 to 7 and one scale, two bytes from `scale_at`."""
+    """Converts to INT2_64 or INT2_128 types with numbers from -1 to 2 and one scale, two bytes from
+    `scale_at`.
+    """
     place = slice(scale_at, scale_at + 2)
 
     def repacked(blocks: Tensor) -> Tensor:
-        """Several blocks have the same scale. Q4_0 stores numbers plus 8."""
+        """Two blocks may have the same scale."""
         unscaled = blocks.clone()
         unscaled[:, place] = torch.tensor([1.0]).half().view(torch.uint8)
-        stored = (dequantize(unscaled, type) + 8).to(torch.uint8).unflatten(1, (-1, 2, 16))
-        both = stored[:, :, 0] | stored[:, :, 1] << 4
-        scales = blocks[:, place].unsqueeze(1).expand(-1, both.shape[1], 2)
-        return torch.cat((scales, both), 2)
+        stored = (dequantize(unscaled, type) + 1).to(torch.uint8)
+        columns = min(stored.shape[1], 128)
+        stored = stored.unflatten(1, (-1, columns // 32, 4, 8))
+        shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(-1, 1)
+        numbers = (stored << shifts).sum(3, dtype=torch.uint8).flatten(2)
+        scales = blocks[:, place].unsqueeze(1).expand(-1, numbers.shape[1], 2)
+        return torch.cat((scales, numbers), 2)
 
     return repacked
 
@@ -136,10 +141,10 @@ _REPACKED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "Q2_K": ("Q8_0", _rounded("Q2_K")),
     "Q3_K": ("Q6_K", _q3_k),
     "IQ4_XS": ("Q8_0", _iq4_xs),
-    "TQ1_0": ("Q4_0", _whole("TQ1_0", 52)),
-    "TQ2_0": ("Q4_0", _whole("TQ2_0", 64)),
-    "Q1_0": ("Q4_0", _whole("Q1_0", 0)),
-    "Q2_0": ("Q4_0", _whole("Q2_0", 0)),
+    "TQ1_0": ("INT2_128", _whole("TQ1_0", 52)),
+    "TQ2_0": ("INT2_128", _whole("TQ2_0", 64)),
+    "Q1_0": ("INT2_128", _whole("Q1_0", 0)),
+    "Q2_0": ("INT2_64", _whole("Q2_0", 0)),
     "IQ2_XXS": ("Q8_0", _codes("IQ2_XXS")),
     "IQ2_XS": ("Q8_0", _rounded("IQ2_XS")),
     "IQ2_S": ("Q8_0", _rounded("IQ2_S")),

@@ -7,8 +7,8 @@ Must not know: files, models, requests.
 A block is taken apart when it is packed. Each part is a plane, [parts, rows, bytes], so that a
 tile's rows lie side by side, and all planes of a weight are one tensor:
 
-    numbers   32 columns of a row: 32 bytes of Q8_0, else 16; byte i has columns 2 i and 2 i + 1;
-              of FP8_* a block's columns
+    numbers   32 columns of a row: 32 bytes of Q8_0, eight of INT2_*, whose byte i has columns 4 i
+              to 4 i + 3, else 16; byte i has columns 2 i and 2 i + 1; of FP8_* a block's columns
     high      the fifth bits of 32 columns are 4 bytes; the fifth and sixth of Q6_K 8 bytes
     scales    halves, words of INT4_*, then bytes; each of as many columns as in the file
 
@@ -57,6 +57,8 @@ def numbers_of(base, at, count, mask, TYPE: tl.constexpr):
     if TYPE == "Q8_0":
         places = base + (at * 32)[:, None] + column[None, :]
         return tl.load(places, mask=mask[:, None], other=0).to(tl.int8, bitcast=True)
+    if TYPE == "INT2_64" or TYPE == "INT2_128":
+        return pairs_of_bits(base + at * 8, mask).to(tl.int8) - 1
     places = base + (at * 16)[:, None] + tl.arange(0, 16)[None, :]
     pairs = tl.load(places, mask=mask[:, None], other=0)
     numbers = tl.interleave(pairs & 15, pairs >> 4).to(tl.int8)
@@ -64,10 +66,7 @@ def numbers_of(base, at, count, mask, TYPE: tl.constexpr):
         words = tl.load((base + count * 16 + at * 4).to(tl.pointer_type(tl.int32)), mask, 0)
         numbers |= (((words[:, None] >> column[None, :]) & 1) << 4).to(tl.int8)
     if TYPE == "Q6_K":
-        words = (base + count * 16 + at * 8).to(tl.pointer_type(tl.int32))
-        first, last = tl.load(words, mask, 0), tl.load(words + 1, mask, 0)
-        words = tl.where((column < 16)[None, :], first[:, None], last[:, None])
-        numbers |= (((words >> (2 * (column & 15))[None, :]) & 3) << 4).to(tl.int8)
+        numbers |= (pairs_of_bits(base + count * 16 + at * 8, mask) << 4).to(tl.int8)
         numbers -= 32
     if TYPE == "Q4_0":
         numbers -= 8
@@ -81,6 +80,16 @@ def numbers_of(base, at, count, mask, TYPE: tl.constexpr):
         table = tl.where(numbers > 7, IQ4_HIGH, IQ4_LOW)
         numbers = (table >> (8 * (numbers & 7)).to(tl.int64)).to(tl.int8)
     return numbers
+
+
+@triton.jit
+def pairs_of_bits(places, mask):
+    """[C, 32] int32: numbers of 2 bits, from eight bytes each."""
+    column = tl.arange(0, 32)
+    words = places.to(tl.pointer_type(tl.int32))
+    first, last = tl.load(words, mask, 0), tl.load(words + 1, mask, 0)
+    words = tl.where((column < 16)[None, :], first[:, None], last[:, None])
+    return (words >> (2 * (column & 15))[None, :]) & 3
 
 
 @triton.jit
@@ -127,6 +136,12 @@ def scales_of(base, block, row, num_rows, count, mask, TYPE: tl.constexpr):
         planes = base + count * 32
     if TYPE == "Q5_0" or TYPE == "Q5_1":
         planes = base + count * 20
+    if TYPE == "INT2_64" or TYPE == "INT2_128":
+        planes = base + count * 8
+        if TYPE == "INT2_64":
+            at = (block // 2).to(tl.int64) * num_rows + row
+        else:
+            at = (block // 4).to(tl.int64) * num_rows + row
     scale = half(planes + at * 2, mask)
     if TYPE == "Q4_1" or TYPE == "Q5_1":
         least = half(planes + count * 2 + at * 2, mask)
@@ -189,6 +204,8 @@ def products(
                 or TYPE == "IQ4_NL"
                 or TYPE == "MXFP4"
                 or TYPE == "Q6_K"
+                or TYPE == "INT2_64"
+                or TYPE == "INT2_128"
             ):
                 sums = tl.load(sums_ptr + row * BLOCKS + block, mask=in_rows, other=0.0)
                 sums = tl.broadcast_to(sums[:, None], scaled.shape)
@@ -285,6 +302,11 @@ def _four_bits(blocks: Tensor, *scales: int) -> list[Tensor]:
     return [_nibbles(unpack_bits(numbers, 4, 16)), *(part.unsqueeze(1) for part in parts)]
 
 
+def _two_bits(blocks: Tensor) -> list[Tensor]:
+    scale, numbers = split(blocks, 2, blocks.shape[1] - 2)
+    return [_bits(unpack_bits(numbers, 2, 8), 2), scale.unsqueeze(1)]
+
+
 def _five_bits(blocks: Tensor, *scales: int) -> list[Tensor]:
     *parts, high, numbers = split(blocks, *scales, 4, 16)
     planes = [_nibbles(unpack_bits(numbers, 4, 16)), high.unsqueeze(1)]
@@ -336,6 +358,8 @@ _PLANES: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "MXFP4": lambda blocks: _four_bits(blocks, 1),
     "INT4_32": lambda blocks: _four_bits(blocks, 4),
     "INT4_128": lambda blocks: _four_bits(blocks, 4),
+    "INT2_64": _two_bits,
+    "INT2_128": _two_bits,
     "Q4_K": lambda blocks: _with_leasts(blocks, 0),
     "Q5_K": lambda blocks: _with_leasts(blocks, 32),
     "Q6_K": _q6_k,
@@ -471,7 +495,8 @@ def multiply_shape(num_rows: int, num_blocks: int, type: str) -> dict[str, int]:
     """For decodes narrow tiles and several blocks at once, so that many loads are in flight. The
     bits of a result do not depend on the shape.
     """
-    most = 1 if type == "Q6_K" else 4 if num_rows <= 16 else 2
+    # two of INT2_*: four spill registers on sm_80
+    most = 1 if type == "Q6_K" else 4 if num_rows <= 16 and not type.startswith("INT2") else 2
     unrolled = next(n for n in (most, 2, 1) if num_blocks % n == 0)
     if num_rows <= 16:
         return {"ROWS": 16, "COLUMNS": 32, "UNROLLED": unrolled, "num_warps": 1, "num_stages": 4}

@@ -201,7 +201,8 @@ def random_blocks(rows: int, columns: int, type: str) -> Tensor:
         blocks[..., 0] = torch.randint(lowest - 3, lowest + 1, blocks.shape[:2]).byte()
         return blocks.flatten(1)
     types = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K"]
-    largest = dict(zip(types, (128, 8, 16, 16, 32, 128, 1000, 2000, 4000), strict=True))[type]
+    sizes = dict(zip(types, (128, 8, 16, 16, 32, 128, 1000, 2000, 4000), strict=True))
+    largest = sizes.get(type, 2)  # of INT2_*
     halves = 2 if type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
     scales = torch.randn(*blocks.shape[:2], halves) / (largest * columns**0.5)
     if halves == 2:  # minima are as large as the numbers times their scales

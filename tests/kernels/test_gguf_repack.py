@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quire.kernels.reference.gguf_blocks import INT4_TYPES, TYPES, block_type, dequantize
+from quire.kernels.reference.gguf_blocks import INT_TYPES, TYPES, block_type, dequantize
 from quire.kernels.reference.gguf_linear import TYPES as MULTIPLIED
 from quire.kernels.reference.gguf_repack import TYPES as REPACKED
 from quire.kernels.reference.gguf_repack import repack
@@ -51,7 +51,7 @@ def test_within_a_part_of_the_largest_weight(type):
 def test_targets_have_kernels_and_sources_have_none():
     assert REPACKED.keys() == {*EXACT, *SCALES_ROUNDED, *ROUNDED}
     assert set(REPACKED.values()) <= set(MULTIPLIED) and not REPACKED.keys() & set(MULTIPLIED)
-    blocks = {type for type in (*TYPES, *INT4_TYPES) if block_type(type).columns > 1}
+    blocks = {type for type in (*TYPES, *INT_TYPES) if block_type(type).columns > 1}
     assert blocks == {*REPACKED, *MULTIPLIED}
 
 

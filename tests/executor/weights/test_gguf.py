@@ -231,7 +231,7 @@ def test_the_log_says_what_is_done(checkpoint, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="quire")
     build(path, directory, torch.bfloat16)
     assert "model.gguf: matrices in TQ2_0 (15), MXFP4 (1)" in caplog.text
-    assert caplog.text.count("weights of type TQ2_0 are packed again as Q4_0") == 1
+    assert caplog.text.count("weights of type TQ2_0 are packed again as INT2_128") == 1
     assert "MXFP4 are" not in caplog.text
     build(path, directory, torch.float32)
     assert caplog.text.count("weights of type TQ2_0 are unpacked to torch.float32") == 1

@@ -5,9 +5,9 @@
 //   numbers  a block's bytes of numbers as 4-byte words, [word][16 outputs][4], in the file's order
 //            (Q5_0, Q5_1, Q5_K: the high bits first)
 //   scales   by block, in another array; fp16 [16 outputs] each:
-//            Q8_0, Q4_0, Q5_0, IQ4_NL: d. Q4_1, Q5_1: d, m. Q4_K, Q5_K: d, dmin, then three words
-//            [16][4] of 6-bit scales. Q6_K: four words [16][4] of scales, then d. INT4_*: a word.
-//            MXFP4: a byte, the exponent.
+//            Q8_0, Q4_0, Q5_0, IQ4_NL, INT2_*: d. Q4_1, Q5_1: d, m. Q4_K, Q5_K: d, dmin, then
+//            three words [16][4] of 6-bit scales. Q6_K: four words [16][4] of scales, then d.
+//            INT4_*: a word. MXFP4: a byte, the exponent.
 //
 // weight = scale * (stored number - ZERO) + least. Each type F has
 //   stored(numbers of a vector of outputs, sub, i, line)
@@ -177,6 +177,27 @@ struct Int4 : BlockType<COLUMNS, COLUMNS / 2, 4, 15, 0, true> {
 using INT4_32 = Int4<32>;
 using INT4_128 = Int4<128>;
 
+// Numbers of 2 bits, less one. Byte i of 32 numbers' eight has numbers i, i + 8, i + 16 and i + 24.
+template <int64_t COLUMNS>
+struct Int2 : BlockType<COLUMNS, COLUMNS / 4, 2, 15, 1> {
+    using Base = BlockType<COLUMNS, COLUMNS / 4, 2, 15, 1>;
+    static ALWAYS_INLINE Ints stored(const char* numbers, int sub, int i, int line) {
+        return Ints::load(numbers + ((sub + i) * 2 + line % 2) * WORDS).two_bits(line / 2 * 2);
+    }
+    static ALWAYS_INLINE void decode(const BlockScales& from, Vec* scales, Vec*) {
+        const Vec scale = from.halves(0);
+        written_out<Base::SUBS>([&](int i) ALWAYS_INLINE { scales[i] = scale; });
+    }
+    static float weight(const char* numbers, const char* scales, int64_t lane, int64_t k) {
+        const int64_t i = k % BLOCK_SIZE, byte = k / BLOCK_SIZE * 8 + i % 8;
+        const int four = (uint8_t)numbers[byte / 4 * WORDS + 4 * lane + byte % 4];
+        return half_at(scales + k / COLUMNS * Base::BLOCK_SCALES + 2 * lane) *
+               (float)((four >> (i / 8 * 2) & 3) - 1);
+    }
+};
+using INT2_64 = Int2<64>;
+using INT2_128 = Int2<128>;
+
 // Bit i of the first word is the fifth bit of number i.
 template <int ZERO, bool LEAST>
 struct Q5 : SmallBlock<20, 31, ZERO, LEAST> {
@@ -309,10 +330,21 @@ struct Q6_K : BlockType<256, 192, 18, 63, 32, false, 2> {
     }
 };
 
-#define FOR_BLOCK_TYPES(DO)                                                             \
-    DO(Q8_0)                                                                            \
-    DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(IQ4_NL) DO(MXFP4) DO(Q4_K) DO(Q5_K) DO(Q6_K) \
-        DO(INT4_32) DO(INT4_128)
+#define FOR_BLOCK_TYPES(DO) \
+    DO(Q8_0);               \
+    DO(Q4_0);               \
+    DO(Q4_1);               \
+    DO(Q5_0);               \
+    DO(Q5_1);               \
+    DO(IQ4_NL);             \
+    DO(MXFP4);              \
+    DO(Q4_K);               \
+    DO(Q5_K);               \
+    DO(Q6_K);               \
+    DO(INT4_32);            \
+    DO(INT4_128);           \
+    DO(INT2_64);            \
+    DO(INT2_128);
 
 // out [rows, size] = rows of a table of blocks for the step's token ids, dequantized
 template <typename T, typename F>

@@ -77,6 +77,10 @@ struct Ints {
         return _mm256_shuffle_epi8(
             _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table)), v);
     }
+    // Bits `shift` and shift + 1 of each byte
+    Ints two_bits(int shift) const {
+        return _mm256_and_si256(_mm256_srli_epi16(v, shift), _mm256_set1_epi8(3));
+    }
     // Bits 0 to 5 of each byte; four bits with the upper two of another byte above them
     Ints low_six() const { return _mm256_and_si256(v, _mm256_set1_epi8(63)); }
     static Ints joined_six(Ints nibbles, Ints top) {

@@ -61,6 +61,9 @@ struct Ints {
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)),
                                    v);
     }
+    Ints two_bits(int shift) const {
+        return _mm512_and_si512(_mm512_srli_epi16(v, shift), _mm512_set1_epi8(3));
+    }
     Ints low_six() const { return _mm512_and_si512(v, _mm512_set1_epi8(63)); }
     static Ints joined_six(Ints nibbles, Ints top) {
         return _mm512_or_si512(nibbles.v,

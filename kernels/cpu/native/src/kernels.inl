@@ -30,8 +30,8 @@ struct Kernels {
         by_op[OP_LINEAR_INT4] = quantized::quantized_linear<Int4Dot>;
         by_op[OP_EXPERTS_LINEAR_INT8] = quantized::experts_linear_of<Int8Dot>;
         by_op[OP_EXPERTS_LINEAR_INT4] = quantized::experts_linear_of<Int4Dot>;
-#define SET(F) by_op[OP_LINEAR_##F] = quantized::if_many<quantized::quantized_linear<quantized::F>>;
-        FOR_BLOCK_TYPES(SET)
+#define SET(F) by_op[OP_LINEAR_##F] = quantized::if_many<quantized::quantized_linear<quantized::F>>
+        FOR_BLOCK_TYPES(SET);
 #undef SET
         by_op[OP_EXPERTS_LINEAR_BLOCKS] = quantized::if_many<quantized::experts_linear_blocks>;
 #endif
@@ -137,5 +137,9 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     altup_correct,
     gaussian_top_k,
     clamp,
+    quantized::quantized_linear<quantized::INT2_64>,
+    quantized::quantized_linear<quantized::INT2_128>,
+    quantized::gguf_embedding<quantized::INT2_64>,
+    quantized::gguf_embedding<quantized::INT2_128>,
 };
 #endif

@@ -106,8 +106,8 @@ inline void experts_linear_blocks(const Call& call, const Step& step, const Work
     switch (((const ExpertsLinear&)call).kind) {
 #define CASE(F)         \
     case OP_LINEAR_##F: \
-        return experts_linear_of<F>(call, step, worker);
-        FOR_BLOCK_TYPES(CASE)
+        return experts_linear_of<F>(call, step, worker)
+        FOR_BLOCK_TYPES(CASE);
 #undef CASE
     }
 }

@@ -10,6 +10,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
+from quire.executor.models.decoder import Decoder
+from quire.executor.models.gemma import LayerInputs
 from quire.ipc.params import SamplingParams
 from quire.tests.executor.driver import generate, start_executor
 from quire.tests.executor.rank_threads import RankThreads
@@ -56,6 +59,29 @@ def test_graphs_change_no_token(tiny: Any, kind: str, size: int, num_stages: int
         assert len(gpu.captures) == len(ranks.ranks) == size * num_stages
         assert sorted(captured(gpu)) == [1, 4, 8, 64, 128]
         ranks.shutdown()
+
+
+@pytest.mark.slow
+def test_a_capture_leaves_the_inputs_of_later_stages(tiny: Any, monkeypatch: Any) -> None:
+    """It runs the pass, which adds to them. Norms hide that from tokens, so what is sent counts."""
+    model, errors = tiny("gemma3n_text"), list[float]()
+    send = Decoder.send_stream
+
+    def recorded(self: Decoder, hidden: torch.Tensor) -> None:
+        inputs, count = self.layer_inputs, len(hidden)
+        if isinstance(inputs, LayerInputs):
+            own = [inputs.of(layer, count) for layer in range(inputs.num_layers)]
+            errors.append(float((inputs.state[:count] - torch.cat(own, 1).flatten(1)).abs().max()))
+        send(self, hidden)
+
+    monkeypatch.setattr(Decoder, "send_stream", recorded)
+    with fake_gpu() as gpu:
+        ranks = RankThreads.of(model, 1, 2, device="cuda", **OPTIONS)
+        errors.clear()
+        generate(ranks, [[7, 8, 9], [5] * 9], 3, SamplingParams(temperature=0.0))
+        assert 64 in captured(gpu) and errors  # which is captured in the first step
+        ranks.shutdown()
+    assert max(errors) < 1e-5
 
 
 @pytest.mark.slow

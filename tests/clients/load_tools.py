@@ -9,8 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,12 @@ class Figures:
 @dataclass(frozen=True)
 class Tool:
     """`command(address, tokenizer folder, load, report folder)`; `read(report folder)`. The command
-    runs with the folder of the environment's programs in front.
+    is a program of the tool's environment and runs with these variables.
     """
 
     command: Callable[[str, str, Load, Path], list[str]]
     read: Callable[[Path], Figures]
+    variables: Mapping[str, str] = field(default_factory=lambda: {"HF_HUB_OFFLINE": "1"})
 
 
 def report(folder: Path, name: str) -> dict[str, Any]:
@@ -153,7 +154,8 @@ def read_vllm(folder: Path) -> Figures:
 TOOLS = {
     "quire": Tool(quire_command, read_quire),
     "guidellm": Tool(guidellm_command, read_guidellm),
-    "aiperf": Tool(aiperf_command, read_aiperf),
+    # whatever the variable says, aiperf then takes a tokenizer's folder for a name on the hub
+    "aiperf": Tool(aiperf_command, read_aiperf, {"HF_HUB_OFFLINE": ""}),
     "llama-benchy": Tool(benchy_command, read_benchy),
     "vllm": Tool(vllm_command, read_vllm),
 }
@@ -171,7 +173,7 @@ def measure(name: str, address: str, tokenizer: str, load: Load, programs: Path)
             text=True,
             timeout=TIMEOUT_S,
             check=False,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "HOME": directory},
+            env={**os.environ, **tool.variables, "HOME": directory},
         )
         try:
             return tool.read(Path(directory))

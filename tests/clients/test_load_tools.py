@@ -84,6 +84,14 @@ def program(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(stat.S_IRWXU)
 
 
+def test_aiperf_loads_the_tokenizer_from_its_folder(tmp_path, monkeypatch):
+    """Where the hub is said to be out of reach, it takes the folder for a name."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    program(tmp_path, "aiperf", "echo offline=$HF_HUB_OFFLINE; exit 1")
+    with pytest.raises(RuntimeError, match=r"offline=\n"):
+        measure("aiperf", "http://127.0.0.1:1", "/tokens", Load(), tmp_path)
+
+
 def test_what_a_tool_that_fails_printed_is_said(tmp_path):
     program(tmp_path, "aiperf", "echo no such model >&2; exit 3")
     with pytest.raises(RuntimeError, match=r"(?s)aiperf: exit status 3.*no such model"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,10 +19,13 @@ import zmq
 from quire import LLM, InvalidParameterError, LLMEngine, LoRARequest, SamplingParams
 from quire.core import request
 from quire.core.request import hash_block
+from quire.executor import executor
 from quire.executor.offload import peers
 from quire.ipc.kv_transfer import KVShare, KVTransferConfig
 from quire.kernels.cpu.native.library import library
 from quire.tests.client_forms import closing, daemon, make_engine
+from quire.tests.executor.engine_threads import SharingRanks
+from quire.tests.executor.rank_threads import RankThreads
 from quire.tests.executor.ranks.test_offload import HYBRID, WINDOWED, settings_of, threads
 from quire.tests.fake_engine import wait_until
 from quire.tests.lora_adapters import adapted_weights, random_pairs, write_peft
@@ -106,6 +110,91 @@ def test_ranks_pull_their_shares(kind, size, num_stages, tmp_path):
         pulled = metrics(receiver, "num_blocks_pulled", "num_bytes_pulled")
         run(sender, [[5] * 9])  # a step brings its counters up to date
         assert metrics(sender, "num_blocks_sent", "num_bytes_sent") == pulled
+
+
+@native
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_engines_that_share_experts_send_and_pull(num_ranks, tmp_path, monkeypatch):
+    """Each engine of a group has its own blocks, with the bits of one that has all experts. The
+    ranks are threads, and a second engine of the producer's group and of the consumer's takes part.
+    """
+    model = str(save_tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=1000))
+    own = dict(model=model, dtype="float32", num_threads=1, tensor_parallel_size=num_ranks)
+    make = SharingRanks if num_ranks == 1 else RankThreads
+    monkeypatch.setattr(executor, "make_executor", make)
+    with closing(engine_with(None, **own)) as alone:
+        expected = run(alone, PROMPTS)
+    monkeypatch.setattr(executor, "make_executor", SharingRanks)
+    with ExitStack() as stack:
+        sender, receiver = (
+            stack.enter_context(closing(engine_with(one, **own)))
+            for one in (sending(tmp_path), receiving(tmp_path, timeout_s=60.0))
+        )
+        assert run(sender, PROMPTS) == expected
+        assert run(receiver, PROMPTS) == expected
+        pulled, failed = metrics(receiver, "num_blocks_pulled", "num_pulls_failed")
+        assert pulled == 36 * num_ranks and failed == 0
+        assert receiver.call_utility("check_integrity")
+
+
+@native
+@pytest.mark.slow
+def test_engines_of_a_group_pull_from_those_of_another(tmp_path):
+    """As processes: two engines that share experts, and two others."""
+    model = str(save_tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=1000))
+    group = dict(model=model, data_parallel_size=2, enable_expert_parallel=True)
+    both = [f"ipc://{tmp_path}/kv", f"ipc://{tmp_path}/kv.1"]
+    with closing(engine_with(None, model=model)) as alone:
+        expected = run(alone, PROMPTS)
+    with ExitStack() as stack:
+        senders, receivers = (
+            stack.enter_context(closing(engine_with(one, engine="process", **group)))
+            for one in (sending(tmp_path), receiving(tmp_path, peers=both, timeout_s=60.0))
+        )
+        assert run(senders, PROMPTS) == expected
+        assert run(receivers, PROMPTS) == expected
+        pulled, failed = metrics(receivers, "num_blocks_pulled", "num_pulls_failed")
+        assert pulled == 36 and failed == 0
+
+
+@native
+@pytest.mark.slow
+def test_ranks_of_several_engines_pull_over_tcp(tmp_path):
+    """Each rank of each engine listens at a port of its own, with the secret of all."""
+    model = str(save_tiny_model(tmp_path / "model", "qwen2", vocab_size=1000))
+    key_file = tmp_path / "key"
+    key_file.write_text("a secret of some length")
+    key_file.chmod(0o600)
+    first = free_ports(4)
+    endpoints = [f"tcp://127.0.0.1:{first}", f"tcp://127.0.0.1:{first + 2}"]
+    ranks = dict(model=model, tensor_parallel_size=2, dtype="float32", num_threads=1)
+    key: dict[str, Any] = dict(key_file=str(key_file), timeout_s=60.0)
+    with ExitStack() as stack:
+        producer = sending(tmp_path, **key | {"endpoint": endpoints[0]})
+        consumer = receiving(tmp_path, **key | {"peers": endpoints})
+        senders = stack.enter_context(
+            closing(engine_with(producer, engine="process", data_parallel_size=2, **ranks))
+        )
+        receiver = stack.enter_context(closing(engine_with(consumer, engine="process", **ranks)))
+        expected = run(senders, PROMPTS)
+        assert run(receiver, PROMPTS) == expected
+        run(receiver, [[5] * 9])  # a step brings its counters up to date
+        pulled, failed = metrics(receiver, "num_blocks_pulled", "num_pulls_failed")
+        assert pulled == 2 * 36 and failed == 0
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that nobody uses."""
+    while True:
+        with ExitStack() as stack:
+            probe = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            first = probe.getsockname()[1]
+            try:
+                for port in range(first + 1, first + count):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except (OSError, OverflowError):
+                continue
+            return first
 
 
 def test_a_peer_that_is_gone_or_another_one_costs_a_bounded_wait(tmp_path, monkeypatch):

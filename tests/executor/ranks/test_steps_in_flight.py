@@ -14,10 +14,12 @@ import msgspec
 import pytest
 from quire import EngineArgs
 from quire.core.engine_core import EngineCore
+from quire.executor.runner.speculation.draft_depth import DraftDepth
 from quire.ipc.config import EngineConfig
 from quire.ipc.kv_events import KVEventsConfig
 from quire.ipc.messages import FinishReason
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
+from quire.ipc.step_messages import SchedulerOutput
 from quire.tests.bundled_model.heads import trained
 from quire.tests.core.engine_loop import (
     Answer,
@@ -156,6 +158,34 @@ def test_drafts_change_no_token(method: str, size: int, num_stages: int) -> None
     metrics = core.observer.get_metrics()
     assert metrics["num_draft_tokens"] > 0 and metrics["num_blocks_swapped_in"] > 0
     assert metrics["num_accepted_tokens"] > 0 or method == "ngram"
+    ranks.shutdown()
+
+
+def test_steps_in_flight_whose_requests_differ_in_the_drafts_they_want(monkeypatch) -> None:
+    """A head misses no pass of those that want drafts, whichever step has ended before it."""
+    config, num_wanted = drafting("mtp", 1, 2), list[int]()
+    scheduling = config.scheduler_config
+    wishes = msgspec.structs.replace(scheduling.speculative_config, adaptive=True)
+    scheduling = msgspec.structs.replace(scheduling, speculative_config=wishes)
+    config = msgspec.structs.replace(config, scheduler_config=scheduling)
+
+    def choose(depth: DraftDepth, step: SchedulerOutput) -> list[int]:
+        wanted = [3 * (depth._batch.token_ids[slot, 0] == 1) for slot in step.slots]
+        num_wanted.append(sum(map(bool, wanted)))
+        return wanted
+
+    monkeypatch.setattr(DraftDepth, "choose", choose)
+    monkeypatch.setattr(DraftDepth, "can_gain", lambda *_: True)
+    plain = without_drafts_and_ranks(config)
+    ranks, found = RankThreads(config), []
+    for executor in (start_with(plain), ranks):
+        core = EngineCore(executor.config, executor, check_every_step=True)
+        core.scheduler.limits.least_samples = 1
+        for first in (1, 2):
+            core.add_request(make_request(f"r{first}", [first] * 9, greedy(max_tokens=120)))
+        found.append({name: one.tokens for name, one in run(core)[0].items()})
+    assert found[0] == found[1] and set(num_wanted) == {0, 1}
+    assert core.observer.get_metrics()["num_draft_tokens"] > 60
     ranks.shutdown()
 
 

@@ -292,6 +292,7 @@ def test_a_bad_image_ends_its_request_alone(server) -> None:
     assert answers(server, picture(0))
 
 
+@pytest.mark.slow
 def test_a_killed_engine_continues_an_answer(model) -> None:
     """The frontend sends the pixels to the engine that takes its place."""
     params = SamplingParams(

@@ -133,6 +133,7 @@ def test_hits_in_the_prefix_cache_stay_within_a_generation(llm, folder, alone, t
     assert llm.remove_lora(50)
 
 
+@pytest.mark.slow
 def test_a_killed_engine_continues_with_the_adapters(folder, alone, tmp_path) -> None:
     with blocking_engine("process", tmp_path, **SETTINGS) as engine:
         engine.add_lora(LoRARequest("kept", 99, str(folder / "a1")))

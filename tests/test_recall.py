@@ -58,6 +58,7 @@ def test_under_preemption(mode):
         )
 
 
+@pytest.mark.slow
 def test_with_a_warm_prefix_cache():
     asked = samples(6)
     with LLM(engine="inproc") as llm:

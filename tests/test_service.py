@@ -177,7 +177,7 @@ def open_llm(model: str, engine: str, **arguments) -> LLM:
     return LLM(model, engine=engine, dtype="float32", max_model_len=512, num_threads=1, **arguments)
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize(
     ("engine", "arguments"),
     [
@@ -254,6 +254,7 @@ def test_generate_fails_while_the_same_program_paused_the_engine(models):
         assert tokens_of(llm) == expected
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("engine", ["inproc", "process"])
 def test_asyncio(models, engine):
     async def main(llm: AsyncLLM) -> None:

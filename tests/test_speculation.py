@@ -116,6 +116,7 @@ def test_speculation_changes_no_bit(jobs, expected, settings):
             assert metrics["num_preemptions"] > 5
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_several_scheduler_steps_are_as_many_passes(jobs, expected, async_scheduling):
     """Also where the engine would choose one by itself."""
@@ -325,6 +326,7 @@ def expected_with_adapters(few_jobs):
         return run(engine, few_jobs, aborts=False)
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize(
     ("method", "settings"),
     [

@@ -108,7 +108,7 @@ def run(model: Decoder, prompts: list[list[int]], chunk: int) -> list[torch.Tens
     return logits
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_transformers(variant: str, tiny: Any, oracle: Any) -> None:
     kind, overrides = VARIANTS[variant]

@@ -52,7 +52,7 @@ def run_randomly(executor: Worker, seed: int) -> list[Row]:
     return generate(executor, prompts, 5, params, chunk=lambda row: chance.choice((1, 5, 70, 100)))
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [

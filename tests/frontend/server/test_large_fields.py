@@ -191,7 +191,7 @@ def ask_beside_others(
     raise AssertionError("others waited each time")
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize("name", CORPUS)
 def test_a_large_field_is_refused_by_name(server, idle_gap_s, name) -> None:
     param, path, body = CORPUS[name]()

@@ -48,7 +48,7 @@ def test_launches_are_compiled_as_the_wrapper_asks():
 def test_budgets_are_kept_or_not():
     Budget("wide", lambda: copy(4096, 1)).check(90)
     Budget("strided", lambda: copy(4096, 3), wide_loads=False).check(90)
-    for call in (lambda: copy(4096, 3), lambda: copy(4096, 1, offset=1), lambda: copy(4095, 1)):
+    for call in (lambda: copy(4096, 3), lambda: copy(4096, 1, offset=1)):
         with pytest.raises(AssertionError, match="no 16-byte loads"):
             Budget("narrow", call).check(90)
     with pytest.raises(AssertionError, match="registers"):

@@ -62,7 +62,7 @@ def update_from_output(
         is_running = request.status is running and request.num_preemptions == num_preemptions
         num_computed -= request.num_taken_back
         if result.num_ahead:
-            num_computed += settle_drafts(state, request, *drafted, num_expected - num_sampled)
+            num_computed += settle_drafts(state, request, num_expected - num_sampled, *drafted)
         if not is_running and request.is_finished:  # since the step was scheduled
             continue
         if slot in prompt_logprobs:
@@ -101,10 +101,10 @@ def count_ahead(
 
 
 def settle_drafts(
-    state: SchedulerState, request: Request, num_counted: int, num_ahead: int, num_missing: int
+    state: SchedulerState, request: Request, num_missing: int, num_counted: int, num_ahead: int
 ) -> int:
-    """Takes back what the request counts as computed although it is not. num_counted, num_ahead:
-    see count_ahead. num_missing: tokens that the step may have sampled and has not.
+    """Takes back what the request counts as computed although it is not. num_missing: tokens that
+    the step may have sampled and has not. num_counted, num_ahead: see count_ahead.
 
     Returns what is added to the tokens that the step's row counts as computed.
     """

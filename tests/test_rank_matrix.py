@@ -11,7 +11,8 @@ processes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 from quire import EngineArgs, InvalidParameterError, LLMEngine
@@ -120,14 +121,30 @@ def matrices() -> Iterator[dict[str, Matrix]]:
         one.close()
 
 
-def check(matrices: dict[str, Matrix], ranks: str, *features: Feature) -> None:
-    """Run the features with ranks, and compare."""
+@contextmanager
+def executors_by(make: Callable[[EngineConfig], object]) -> Iterator[None]:
+    """Engines that start meanwhile have the executors that `make` returns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "make_executor", make)
+        yield
+
+
+def check(
+    matrices: dict[str, Matrix],
+    ranks: str,
+    *features: Feature,
+    make: Callable[[EngineConfig], object] = make_executor,
+) -> None:
+    """Run the features with ranks, whose executor `make` returns, and compare. What is compared
+    with shares no experts.
+    """
     kind = EXPERTS_AND.get(ranks, ranks)  # of the ranks of an engine
     base = "alone" if ranks in RANKS or KIMI in features else EXPERTS
     if kind == TENSOR_RANKS and any(one in features for one in (QUANTIZED, GGUF, INT8_CACHE)):
         base = TENSOR_RANKS if base == "alone" else f"{EXPERTS}, tensor ranks"
     matrix = matrices[base]
-    jobs, alone = matrix.jobs(*features), matrix.alone(*features)
+    with executors_by(make_threads):
+        jobs, alone = matrix.jobs(*features), matrix.alone(*features)
     settings = settings_together(*features)
     if kind in RANKS:
         settings[kind] = 2
@@ -137,7 +154,8 @@ def check(matrices: dict[str, Matrix], ranks: str, *features: Feature) -> None:
         settings["swap_space"] *= 0.61  # a rank has three of five layers, or a half of all
     args = EngineArgs(**settings)
     of_adapters = EngineWithAdapters if args.enable_lora else LLMEngine
-    engine = of_adapters.from_engine_args(args, engine="inproc")
+    with executors_by(make):
+        engine = of_adapters.from_engine_args(args, engine="inproc")
     try:
         seen: Run = run(engine, jobs, *features)
     finally:
@@ -145,22 +163,20 @@ def check(matrices: dict[str, Matrix], ranks: str, *features: Feature) -> None:
     has_bits = library is not None and kind != TENSOR_RANKS
     assert_same(seen.answers, alone, 0.0 if has_bits else tolerance(*features))
     if seen.beams:
-        assert_same_beams(seen.beams, matrix.beams_alone(*features))
+        with executors_by(make_threads):
+            assert_same_beams(seen.beams, matrix.beams_alone(*features))
     for feature in features:
         feature.shows(seen)
 
 
 @pytest.mark.parametrize(("ranks", "a", "b"), PAIRS)
-def test_pair(matrices, monkeypatch, ranks: str, a: Feature, b: Feature) -> None:
-    make = SharingRanks if ranks == EXPERTS else make_threads
-    monkeypatch.setattr(executor, "make_executor", make)
-    check(matrices, ranks, a, b)
+def test_pair(matrices, ranks: str, a: Feature, b: Feature) -> None:
+    check(matrices, ranks, a, b, make=SharingRanks if ranks == EXPERTS else make_threads)
 
 
 @pytest.mark.parametrize(("ranks", "feature"), WITH_EXPERTS)
-def test_ranks_of_engines_that_share_experts(matrices, monkeypatch, ranks, feature) -> None:
-    monkeypatch.setattr(executor, "make_executor", SharingRanks)
-    check(matrices, ranks, feature)
+def test_ranks_of_engines_that_share_experts(matrices, ranks: str, feature: Feature) -> None:
+    check(matrices, ranks, feature, make=SharingRanks)
 
 
 @pytest.mark.parametrize(("ranks", "feature"), PROCESSES)
@@ -198,7 +214,6 @@ def test_a_pair_that_is_refused(monkeypatch, ranks: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [*RANKS, EXPERTS, *EXPERTS_AND])
-def test_several_features_at_once(matrices, monkeypatch, ranks: str) -> None:
-    if ranks not in RANKS:
-        monkeypatch.setattr(executor, "make_executor", SharingRanks)
-    check(matrices, ranks, SWAP, SPECULATION, LOGPROBS)
+def test_several_features_at_once(matrices, ranks: str) -> None:
+    make = make_executor if ranks in RANKS else SharingRanks
+    check(matrices, ranks, SWAP, SPECULATION, LOGPROBS, make=make)

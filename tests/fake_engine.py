@@ -43,6 +43,7 @@ class TroubledExecutor(FakeExecutor):
     - "raise_once": [where, path]; the first step after the fifth that does not find this file makes
       it and raises, in the "scheduler" or the "model".
     - "slow_call_s": the duration of collective_rpc, in seconds.
+    - "shutdown_s": the duration of the executor's shutdown, in seconds.
     - "grammar_delay_s": the duration of a grammar check, in seconds.
     - "idle_s": how long a client of a daemon must have been idle to be released.
     - "records": it computes nothing and keeps what it receives; see record_messages.
@@ -96,6 +97,10 @@ class TroubledExecutor(FakeExecutor):
         if self.records is not None and method in self.records.calls:
             return [self.records.calls[method](*args)]
         return super().collective_rpc(method, *args)
+
+    def shutdown(self) -> None:
+        time.sleep(self.trouble.get("shutdown_s", 0.0))
+        super().shutdown()
 
     def check_grammar(
         self, params: StructuredOutputsParams, *, is_known: bool = False, owner: str = ""

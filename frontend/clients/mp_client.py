@@ -189,12 +189,18 @@ class MPClient(EngineClient):
     def _send_now(self, message: m.ClientMessage) -> None:
         try:
             self._connection.send(message)
-        except zmq.ZMQError as error:  # no peer: the engine has died or closed the connection
-            if zmq.select([self._connection.pidfd], [], [], LAST_MESSAGES_S)[0]:
-                self._on_death()
-            else:
-                self._fail_waiters(f"the connection to the engine is lost ({error})")
+        except zmq.ZMQError as error:
+            self._on_lost(error)
             self._raise_if_dead()
+
+    def _on_lost(self, error: zmq.ZMQError) -> None:
+        """Fails the waiting calls: the engine has died, or has closed its sockets, as one that
+        fails does some time before it ends.
+        """
+        if readable(self._connection.pidfd, timeout_s=LAST_MESSAGES_S):
+            return self._on_death()
+        self._read(everything=True)
+        self._fail_waiters(self._last_words or f"the connection to the engine is lost ({error})")
 
     def _raise_if_dead(self) -> None:
         if self._death is not None:

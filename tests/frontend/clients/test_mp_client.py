@@ -171,6 +171,17 @@ def test_outputs_sent_before_the_death_are_read_first():
     client.shutdown()
 
 
+def test_the_cause_of_a_failure_is_told_before_the_process_ends():
+    """The engine has closed its sockets, and still ends its executor."""
+    client = open_client(hf_overrides={"raise_at_step": 5, "shutdown_s": 1.0})
+    client.add_request(LONG)
+    with pytest.raises(EngineDeadError, match="scripted failure at step 5"):
+        while True:
+            client.abort_requests(["another"])
+            time.sleep(0.01)
+    client.shutdown()
+
+
 def test_a_daemons_death(tmp_path):
     with daemon(tmp_path, make_config(hf_overrides={"delay_s": 20.0})) as (address, process):
         client = open_client(address)

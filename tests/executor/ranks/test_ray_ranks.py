@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,18 @@ from typing import Any
 import msgspec
 import pytest
 from quire.executor.ranks.messages import NetworkEnds
-from quire.executor.ranks.ray_ranks import RankActor, RayLauncher, cpus_per_rank
+from quire.executor.ranks.multiproc_executor import MultiprocExecutor
+from quire.executor.ranks.ray_ranks import RankActor, RayLauncher, cpus_per_rank, ray_ranks
 from quire.ipc.errors import EngineStartError, InvalidParameterError
-from quire.tests.executor.driver import make_config
+from quire.tests.executor.driver import make_config, start_with
+from quire.tests.executor.ranks.test_steps_in_flight import (
+    check_equal,
+    drafting,
+    jobs_of,
+    run_jobs,
+    without_drafts_and_ranks,
+)
+from quire.tests.fake_engine import wait_until
 
 ENDS = [NetworkEnds(rank, 2, 1, "tcp://a:1", "tcp://a:2", b"key", 1.0) for rank in range(2)]
 
@@ -41,7 +52,6 @@ class FakeRay:
         self._group = SimpleNamespace(
             id=SimpleNamespace(hex=lambda: "0123456789"), wait=lambda s: has_room
         )
-        self._options: dict[str, Any] = {}
 
     def _placement_group(self, bundles: list, strategy: str) -> Any:
         self.calls.append(("group", bundles, strategy))
@@ -58,19 +68,21 @@ class FakeRay:
         cpus = [{"CPU": 8.0}, {"CPU": 4.0}, {"memory": 1.0}]
         return [*(alive | {"Resources": one} for one in cpus), dead | {"Resources": {"CPU": 99.0}}]
 
-    def remote(self, cls: type) -> FakeRay:
+    def remote(self, cls: type) -> Any:
         assert cls is RankActor
-        made = FakeRay()
-        made.calls, made._options = self.calls, {"class": cls}
-        return made
+        return SimpleNamespace(options=self._options)
 
-    def options(self, **options: Any) -> Any:
+    def _options(self, **options: Any) -> Any:
         def start(*arguments: Any) -> int:
             self.calls.append(("run", options, arguments))
+            self.run(*arguments)
             return options["scheduling_strategy"][1]  # stands for a reference to the result
 
         run = SimpleNamespace(remote=start)
         return SimpleNamespace(remote=lambda: SimpleNamespace(run=run))
+
+    def run(self, *arguments: Any) -> None:
+        """Begin RankActor.run."""
 
     def wait(self, runs: list[int], num_returns: int = 1, timeout: float = 0.0) -> tuple:
         ended = [run for run in runs if run in self.outcomes]
@@ -85,6 +97,44 @@ class FakeRay:
 
     def shutdown(self) -> None:
         self.calls.append(("shutdown",))
+
+
+ACTOR = """
+import sys
+from types import SimpleNamespace
+import msgspec
+from quire.executor.ranks.ray_ranks import RankActor
+sys.modules["ray"] = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
+RankActor().run(*msgspec.msgpack.decode(sys.stdin.buffer.read()))
+"""
+
+
+class RayOfProcesses(FakeRay):
+    """Actors are processes of this machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.util.get_node_ip_address = lambda: "127.0.0.1"
+        self.processes: list[subprocess.Popen] = []
+
+    def run(self, *arguments: Any) -> None:
+        process = subprocess.Popen([sys.executable, "-P", "-c", ACTOR], stdin=subprocess.PIPE)
+        self.processes.append(process)
+        assert process.stdin is not None
+        with process.stdin as stdin:
+            stdin.write(msgspec.msgpack.encode(arguments))
+
+    def wait(self, runs: list[int], num_returns: int = 1, timeout: float = 0.0) -> tuple:
+        for run in runs:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self.processes[run].wait(timeout)
+                self.outcomes[run] = ActorError(f"its exit code is {code}") if code else None
+        return super().wait(runs)
+
+    def kill(self, actor: Any) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture
@@ -143,6 +193,30 @@ def test_causes(launch) -> None:
     assert (launcher.cause_of(1, 0.0) or "").splitlines() == ["line"] * 11 + ["no such file"]
     ray.outcomes = {1: None}
     assert launcher.cause_of(1, 0.0) == "it has left"
+
+
+@pytest.mark.slow
+def test_drafts_of_actors_change_no_token(monkeypatch) -> None:
+    """Tensor ranks and stages that draft, each in the process of an actor."""
+    ray = RayOfProcesses()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = drafting("mtp", 2, 2, max_num_batched_tokens=64, max_num_seqs=6)
+    plain, jobs = without_drafts_and_ranks(config), jobs_of(4, 4)
+    jobs[0].request.prompt_token_ids[:] = [5, 9, 12] * 10
+    wanted, _ = run_jobs(start_with(plain), plain, jobs)
+    executor, causes = MultiprocExecutor(config, ray_ranks), list[str]()
+    executor.watch(causes.append)
+    try:
+        answers, core = run_jobs(executor, config, jobs)
+        check_equal(wanted, answers)
+        assert core.observer.get_metrics()["num_draft_tokens"] > 0 and not causes
+        ray.processes[1].kill()
+        wait_until(lambda: causes)
+        assert causes == ["rank 1 of 4 is gone: its exit code is -9"]
+    finally:
+        executor.shutdown()
+    assert all(process.returncode is not None for process in ray.processes)
 
 
 def test_a_cluster_without_room(launch) -> None:

@@ -13,9 +13,7 @@ a server dies. The kernel ends every child when this process dies.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -31,9 +29,10 @@ from ...ipc.errors import EngineStartError, InvalidParameterError, QuireError
 from ...ipc.process import SignalPipe
 from ...ipc.systemd import Notices
 from ..requests.input_processor import derive_seed
-from ..supervision.children import ENDS, Child, socket_folder, wait_for_end, wait_for_news
+from ..supervision.children import ENDS, Child, wait_for_end, wait_for_news
 from ..supervision.engine_processes import EngineProcesses
 from ..supervision.restart_budget import RestartBudget
+from ..supervision.socket_folder import SocketFolder
 from .config import ServerConfig
 from .totals import end_totals
 
@@ -102,12 +101,14 @@ class ServerGroup:
         self._seed = arguments.get("seed", config_fields()["seed"].default)
         self._listener = listener
         self._model_name = model_name
-        self._folder = socket_folder("quire-servers-", LONGEST_NAME)
+        self._folder = SocketFolder("quire-servers-", LONGEST_NAME)
         self._engines: EngineProcesses | None = None
         self._address = engine
         if engine_configs:
-            self._address = f"ipc://{self._folder}/engine"
-            self._engines = EngineProcesses(engine_configs, self._address, self._folder, command)
+            self._address = f"ipc://{self._folder.path}/engine"
+            self._engines = EngineProcesses(
+                engine_configs, self._address, self._folder.path, command
+            )
         most = ServiceConfig().engine_restarts
         self._servers = [
             Child(f"server-{i}", f"server process {i}", RestartBudget(most))
@@ -173,12 +174,12 @@ class ServerGroup:
             self._address,
             self._model_name,
             self._listener.fileno(),
-            str(self._folder),
+            str(self._folder.path),
             name,
             waits=any(one.is_ready for one in self._servers),
         )
         return server.start(
-            partial(Notices, self._folder / f"{name}.notices"),
+            partial(Notices, self._folder.path / f"{name}.notices"),
             [sys.executable, "-P", "-m", "quire.frontend.server.member"],
             msgspec.json.encode(settings),
             # Unlike an engine it needs keys and tokens, which are also in this process's variables.
@@ -212,7 +213,7 @@ class ServerGroup:
         is_first = server.num_starts == 1 and not server.is_ready
         name = f"{server.name}-{server.num_starts - 1}"
         how = server.clear()
-        end_totals(self._folder, name)
+        end_totals(self._folder.path, name)
         if self._is_draining:
             return
         if is_first:
@@ -232,5 +233,4 @@ class ServerGroup:
         wait_for_end(self._servers, signals, FAILED_S)
         if self._engines is not None:
             self._engines.end(signals)
-        with contextlib.suppress(OSError):
-            shutil.rmtree(self._folder)
+        self._folder.remove()

@@ -11,14 +11,11 @@ import math
 import os
 import select
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
-from ...ipc.errors import EngineStartError, InvalidParameterError, QuireError
+from ...ipc.errors import EngineStartError, QuireError
 from ...ipc.process import STACKS_SIGNAL, ChildProcess, SignalPipe, file_with
-from ...ipc.sockets import MAX_PATH_BYTES
 from ...ipc.systemd import Notices
 from .restart_budget import RestartBudget
 
@@ -188,24 +185,3 @@ def wait_for_end(children: Sequence[Child], signals: SignalPipe, timeout_s: floa
     for child in children:
         if child.process is not None:
             child.clear()
-
-
-def socket_folder(prefix: str, longest_name: str) -> Path:
-    """Makes a temporary folder for sockets with names of at most this length.
-
-    Raises InvalidParameterError if a path in it would be too long for a socket.
-    """
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
-    if len(os.fsencode(folder / longest_name)) > MAX_PATH_BYTES:
-        folder.rmdir()
-        most = (
-            MAX_PATH_BYTES
-            - len(os.fsencode(folder / longest_name))
-            + len(os.fsencode(folder.parent))
-        )
-        raise InvalidParameterError(
-            "TMPDIR",
-            f"sockets are made there, so its path may have at most {most} bytes, "
-            f"{str(folder.parent)!r} has {len(os.fsencode(folder.parent))}",
-        )
-    return folder

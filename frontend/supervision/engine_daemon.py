@@ -6,8 +6,6 @@ Must not know: requests; programs attach to the engines themselves.
 
 from __future__ import annotations
 
-import contextlib
-import shutil
 import sys
 from collections.abc import Sequence
 
@@ -15,8 +13,9 @@ from ...ipc.config import EngineConfig
 from ...ipc.errors import QuireError
 from ...ipc.process import SignalPipe
 from ...ipc.systemd import NUM_BLOCKS, Notifier
-from .children import ENDS, socket_folder, wait_for_end, wait_for_news
+from .children import ENDS, wait_for_end, wait_for_news
 from .engine_processes import EngineProcesses
+from .socket_folder import SocketFolder
 
 
 class EngineDaemon:
@@ -30,11 +29,11 @@ class EngineDaemon:
         self, configs: Sequence[EngineConfig], address: str, command: Sequence[str] | None = None
     ):
         self._address = address
-        self._folder = socket_folder("quire-engines-", "engine-1000.notices")
+        self._folder = SocketFolder("quire-engines-", "engine-1000.notices")
         try:
-            self._engines = EngineProcesses(configs, address, self._folder, command)
+            self._engines = EngineProcesses(configs, address, self._folder.path, command)
         except BaseException:
-            self._folder.rmdir()
+            self._folder.remove()
             raise
         self._num_signals = 0
         self._has_told = False
@@ -59,8 +58,7 @@ class EngineDaemon:
                 return self._drain(signals, notifier)
         finally:
             self._engines.end(signals)
-            with contextlib.suppress(OSError):
-                shutil.rmtree(self._folder)
+            self._folder.remove()
         raise failure
 
     def _tell(self, notifier: Notifier) -> None:

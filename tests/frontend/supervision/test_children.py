@@ -8,15 +8,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import pytest
 from quire.frontend.supervision.children import (
     Child,
-    socket_folder,
     wait_for_end,
     wait_for_news,
 )
 from quire.frontend.supervision.restart_budget import RestartBudget
-from quire.ipc.errors import EngineStartError, InvalidParameterError
+from quire.ipc.errors import EngineStartError
 from quire.ipc.process import SignalPipe
 from quire.ipc.systemd import Notices
 
@@ -67,12 +65,3 @@ def test_what_cannot_be_started_is_tried_again_after_the_first_time(tmp_path: Pa
     child.num_starts = 1
     assert start(child, too_long, DEAF) is None and child.process is None
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_too_long_for_sockets_is_refused(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = socket_folder("quire-", "short")
-    assert folder.parent == tmp_path
-    with pytest.raises(InvalidParameterError, match="TMPDIR"):
-        socket_folder("quire-", "x" * 90)
-    assert list(tmp_path.iterdir()) == [folder]

@@ -90,12 +90,14 @@ class EngineCoreProc:
         output: EngineOutput,
         make_executor: Callable[[EngineConfig], Any] | None = None,
         *,
-        imports_early: bool = False,
+        imports_for: str | None = None,
         on_ready: Callable[[Ready], None] = lambda ready: None,
         epoch: int = 0,
     ):
-        """input_, output: as of make_threads. epoch: of a daemon; a child receives its own."""
-        self.imports_early = imports_early
+        """input_, output: as of make_threads. imports_for: see engine_command. epoch: of a daemon;
+        a child receives its own.
+        """
+        self.imports_for = imports_for
         self.input = input_
         self.output = output
         self.make_executor = make_executor
@@ -163,7 +165,7 @@ class EngineCoreProc:
         return self.must_leave
 
     def _start(self) -> None:
-        imported = begin_import() if self.imports_early else None
+        imported = None if self.imports_for is None else begin_import(self.imports_for)
         from .engine_core import EngineCore, Host  # while that thread loads torch's libraries
 
         while self.config is None:
@@ -421,7 +423,7 @@ def run_child(
     max_message_bytes: int,
     make_executor=None,
     *,
-    imports_early: bool = False,
+    imports_for: str | None = None,
 ) -> int:
     """Serves the parent that started this process."""
     signals = SignalPipe(signal.SIGTERM, signal.SIGINT)
@@ -429,7 +431,7 @@ def run_child(
     input_, output = make_threads(context, max_message_bytes, signals)
     input_.serve_parent(wire)
     try:
-        return EngineCoreProc(input_, output, make_executor, imports_early=imports_early).run()
+        return EngineCoreProc(input_, output, make_executor, imports_for=imports_for).run()
     except Exception as error:  # the parent has received it, and raises it
         logger.debug("start-up failed", exc_info=error)
         return 1
@@ -532,7 +534,7 @@ def main(
             Wire(args.connect, read_key(args.key_fd, KEY_BYTES)),
             args.max_message_bytes,
             make_executor,
-            imports_early=args.import_early,
+            imports_for=args.import_early,
         )
     if args.listen is None:
         parser.error("one of --listen and --connect is needed")
@@ -575,8 +577,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--key-fd", type=int, help="a pipe from the parent, with its sockets' key")
     parser.add_argument(
         "--import-early",
-        action="store_true",
-        help="import what runs a model on a CPU while the configuration is made",
+        choices=("cpu", "cuda"),
+        help="import what runs a model on this device while there is no configuration",
     )
     parser.add_argument("--max-message-bytes", type=int, default=ServiceConfig().max_message_bytes)
     parser.add_argument("--log-level", type=int, default=logging.WARNING)

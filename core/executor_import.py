@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..ipc.config import EngineConfig
@@ -18,18 +19,24 @@ if TYPE_CHECKING:
 Report = Callable[[str, float], None]
 
 
-def begin_import() -> Future[Any]:
-    """Imports what runs a model on a CPU, in a thread, before the configuration is known. The
-    calling thread may import the core meanwhile.
+def begin_import(device: str = "cpu") -> Future[Any]:
+    """Imports what runs a model on `device` ("cpu" or "cuda"), in a thread, before the
+    configuration is known. It takes no memory of a GPU. The calling thread may import the core
+    meanwhile.
     """
-    return start_in_thread(_import_worker)
+    return start_in_thread(partial(_import_worker, device))
 
 
-def _import_worker() -> None:
-    from ..executor.lean_import import import_torch
+def _import_worker(device: str) -> None:
+    if device == "cpu":
+        from ..executor.lean_import import import_torch
 
-    import_torch()
-    from ..executor import worker  # noqa: F401
+        import_torch()
+    from ..executor import worker
+    from ..kernels import registry
+
+    assert worker
+    registry.import_implementations(device)
 
 
 def import_executor(

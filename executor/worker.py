@@ -360,9 +360,10 @@ class Worker:
         num_blocks = plan_num_blocks(self.config, block_bytes, free_bytes, self.kv_cache_windows)
         if self.device.type == "cpu":
             num_sharing *= self.config.device_config.data_parallel_size
-        else:  # each rank has a GPU of its own
+            free, total = devices.free_bytes(self.device), devices.total_bytes(self.device)
+        else:  # each rank has a GPU of its own, whose memory is taken at once
             num_sharing = 1
-        free, total = devices.free_bytes(self.device), devices.total_bytes(self.device)
+            free = total = devices.free_share_bytes(self.device, 1.0)
         num_bytes = num_sharing * num_blocks * block_bytes
         if warning := check_cache_size(self.config.cache_config, num_bytes, free, total):
             logger.warning(warning)

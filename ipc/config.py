@@ -456,8 +456,8 @@ class ServiceConfig(Section, frozen=True, kw_only=True):
     ] = 5
     standby: Annotated[
         bool,
-        "Keep a second engine process with loaded weights, which takes the place of one that dies "
-        "at once (CPU only).",
+        "Keep a second engine process, which takes the place of one that dies: on a CPU with its "
+        "weights loaded, on a GPU with its libraries imported.",
     ] = False
     step_timeout_s: Annotated[
         float,

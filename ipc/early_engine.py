@@ -38,7 +38,7 @@ def early_engine(engine: str, arguments: Mapping[str, Any]) -> Iterator[None]:
     max_message_bytes = arguments.get("max_message_bytes", ServiceConfig().max_message_bytes)
     _waiting = Connection(max_message_bytes)
     try:
-        _waiting.spawn(engine_command(imports_early=True), max_message_bytes)
+        _waiting.spawn(engine_command(imports_for="cpu"), max_message_bytes)
         yield
     finally:
         if (connection := take_early_engine()) is not None:

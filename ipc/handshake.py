@@ -37,9 +37,11 @@ async def open_connection(
     epoch: int = 0,
     engine_index: int = 0,
     command: Sequence[str] | None = None,
+    waiting: Connection | None = None,
 ) -> tuple[Connection, Ready]:
     """Starts an engine ("process": `command`, or Quire's own) or attaches to the daemon at the
-    address `engine`. Returns when it is ready.
+    address `engine`. Returns when it is ready. waiting: the process runs already and has no
+    configuration.
 
     Raises the engine's own exception if it cannot start, or EngineStartError if it dies or exceeds
     startup_timeout_s. On cancellation it ends a child before it raises.
@@ -48,8 +50,9 @@ async def open_connection(
     deadline = time.monotonic() + service.startup_timeout_s
     if engine != "process":
         ipc_path(engine)
-    early = take_early_engine() if engine == "process" and command is None else None
-    connection = early or Connection(service.max_message_bytes)
+    if waiting is None and engine == "process" and command is None:
+        waiting = take_early_engine()
+    connection = waiting or Connection(service.max_message_bytes)
     try:
         if engine != "process":
             await in_thread(partial(connection.attach, engine, service.token_file))

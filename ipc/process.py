@@ -46,13 +46,14 @@ def engine_command(
     *,
     listen: str | None = None,
     replaces: bool = False,
-    imports_early: bool = False,
+    imports_for: str | None = None,
     program: Sequence[str] | None = None,
 ) -> list[str]:
     """The command that runs an engine.
 
-    `imports_early`: it imports what runs a model on a CPU, without other programs' code, before it
-    has a configuration. `program`: another one that calls engine_proc.main.
+    `imports_for`: a device, "cpu" or "cuda"; it imports what runs a model there, without other
+    programs' code, before it has a configuration. `program`: another one that calls
+    engine_proc.main.
 
     With `listen` ("ipc://PATH") it is a daemon, which reads its resolved EngineConfig as JSON from
     stdin. A child of MPClient gets its other arguments from EngineProcess. Without -P the current
@@ -60,8 +61,8 @@ def engine_command(
     hide a package.
     """
     command = [*(program or (sys.executable, "-P", "-m", "quire.core.engine_proc"))]
-    if imports_early:
-        command.append("--import-early")
+    if imports_for is not None:
+        command += ["--import-early", imports_for]
     if replaces:
         command.append("--replace")
     return command if listen is None else [*command, "--listen", listen, *_log_arguments()]

@@ -37,6 +37,9 @@ class TroubledExecutor(FakeExecutor):
     - "at_load": "fail" (ValueError), "die" (SIGKILL), "hang" or "exit".
     - "poison": {"token", "after", "signal"}: ends the process in the step that has given a request
       with this token in its prompt so many output tokens.
+    - "loads": a path; who loads adds the id of its process to this file.
+    - "lacks_memory": a path; who loads and finds this file removes it and raises
+      NotEnoughMemoryError.
     - "hang_once": a path; a step from the 20th on that does not find this file makes it and does
       not end.
     - "hold": [path, num_steps]; see Hold.
@@ -70,6 +73,12 @@ class TroubledExecutor(FakeExecutor):
         if trouble == "exit":
             print("famous last words", file=sys.stderr, flush=True)
             os._exit(7)
+        if path := self.trouble.get("loads"):
+            with open(path, "a") as file:
+                file.write(f"{os.getpid()}\n")
+        if (path := self.trouble.get("lacks_memory")) and Path(path).exists():
+            Path(path).unlink()
+            raise errors.NotEnoughMemoryError("weights", "they do not fit")
         if "raise_once" in self.trouble:
             self.num_calls = 0
             owner, name = (Scheduler, "schedule"), (TroubledExecutor, "execute_model")

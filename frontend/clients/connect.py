@@ -11,6 +11,7 @@ from functools import partial
 from ...ipc.config import EngineConfig, ModelConfig
 from ...ipc.errors import InvalidParameterError
 from ...ipc.handshake import Report, report_nothing
+from ...ipc.models.ranks import num_ranks
 from ...ipc.threads import in_thread, start_in_thread
 from ..engine_args import EngineArgs
 from ..telemetry.export import check_endpoint
@@ -116,11 +117,11 @@ def _check(config: EngineConfig, engine: str) -> None:
         return
     if engine != "process":
         raise InvalidParameterError("standby", "is for an engine in a child process")
-    if config.device_config.device != "cpu":
+    if config.device_config.device != "cpu" and num_ranks(config) > 1:
         raise InvalidParameterError(
             "standby",
-            "is for an engine on a CPU: the KV cache of a second engine would take a GPU's memory "
-            "while it waits",
+            "is for one rank on a GPU: what it has ready there are imports, and each of several "
+            "ranks imports in a process of its own when the engine starts",
         )
     if not replaces_engines(config):
         raise InvalidParameterError("standby", "needs on_engine_death='restart' and restarts")

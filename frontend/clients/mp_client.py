@@ -102,6 +102,7 @@ class MPClient(EngineClient):
         epoch: int = 0,
         engine_index: int = 0,
         command: Sequence[str] | None = None,
+        waiting: Connection | None = None,
         journal: Journal | None = None,
     ) -> MPClient:
         """Starts an engine or attaches to one. Returns when it is ready.
@@ -112,10 +113,11 @@ class MPClient(EngineClient):
         on_progress: is called with (stage, fraction) during the start. engine_index: numbers the
         engines that one frontend uses at the same time. epoch: numbers the engines that replace
         each other. Every output of an engine started here carries both. command: starts another
-        program instead of the engine (see engine_proc.main).
+        program instead of the engine (see engine_proc.main). waiting: see open_connection.
         """
+        numbers = {"epoch": epoch, "engine_index": engine_index}
         connection, ready = await open_connection(
-            config, engine, on_progress, epoch=epoch, engine_index=engine_index, command=command
+            config, engine, on_progress, **numbers, command=command, waiting=waiting
         )
         return cls(config, connection, ready, is_shared=engine != "process", journal=journal)
 

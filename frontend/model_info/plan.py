@@ -354,10 +354,12 @@ def _measure_states(config: EngineConfig, state_bytes: int, free: int) -> States
 def _runtime_bytes(
     config: EngineConfig, memory: Memory, num_engines: int, weights_bytes: int
 ) -> int:
-    """Returns what the processes take, including the weights of those beside the first. A standby
-    is a second process with weights of its own; it touches its cache when the first is gone.
+    """Returns what the processes take, including the weights of those beside the first. On a CPU a
+    standby is a second process with weights of its own; it touches its cache when the first is
+    gone. On a GPU it takes no memory there.
     """
-    num_others = num_engines - 1 + config.service_config.standby
+    has_loaded_standby = config.service_config.standby and not memory.is_gpu
+    num_others = num_engines - 1 + has_loaded_standby
     num_bytes = memory.runtime_bytes + num_others * (RUNTIME_BYTES + weights_bytes)
     if not memory.is_gpu:
         num_bytes += (num_ranks(config) - 1) * (1 + num_others) * RUNTIME_BYTES

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from ...ipc.config import EngineConfig
 from ...ipc.errors import EngineStartError, ModelLoadError
@@ -16,16 +15,12 @@ from ...ipc.messages import Ready
 from ...ipc.process import engine_command
 from ..clients.client import EngineClient
 from ..clients.mp_client import MPClient
-from .engine_state import NO_WEIGHTS, Weights
+from .engine_state import NO_WEIGHTS
 from .standby import Standby
+from .standby_engines import Started
 
 # After a daemon has ended, another is looked for at this interval, and for so long.
 ATTACH_INTERVAL_S, ATTACH_TIMEOUT_S = 0.1, 30.0
-
-
-class Started(NamedTuple):
-    engine: EngineClient
-    weights: Weights  # that it has loaded already
 
 
 class Successors:
@@ -41,17 +36,19 @@ class Successors:
         first: EngineClient,
     ):
         # Half of a start is imports, which need no configuration (see early_engine).
-        is_own = config.device_config.device == "cpu" and not config.model_config.logits_processors
+        device = config.device_config.device
+        imports_for = None if config.model_config.logits_processors else device
+        early = engine_command(imports_for=imports_for)
         self.config = config
         self.address = engine
         self.given_command = command
-        self.command = command or engine_command(imports_early=is_own)
+        self.command = command or (early if device == "cpu" else engine_command())
         self.engine_index = first.ready.engine_index
         self.journal = first.journal
         self.is_shared = first.is_shared
         self.standby: Standby | None = None
         if config.service_config.standby:
-            self.standby = Standby(config, self.command, self.journal)
+            self.standby = Standby(config, command or early, self.journal)
         self._attach_timeout_s = min(ATTACH_TIMEOUT_S, config.service_config.startup_timeout_s)
 
     def check_same_model(self, old: Ready, new: Ready) -> None:
@@ -68,7 +65,9 @@ class Successors:
     async def next(self, epoch: int) -> Started:
         """Takes the standby, or starts an engine."""
         taken = None if self.standby is None else await self.standby.take()
-        return Started(*taken) if taken else Started(await self.start(epoch), NO_WEIGHTS)
+        if taken is not None:
+            return await taken.take_over()
+        return Started(await self.start(epoch), NO_WEIGHTS)
 
     async def start(self, epoch: int) -> EngineClient:
         deadline = time.monotonic() + self._attach_timeout_s

@@ -1,6 +1,6 @@
-"""Standby keeps a second engine process, loaded and idle, that takes the place of one that dies.
+"""Standby keeps a second engine process, idle, that takes the place of one that dies.
 
-Must not know: requests, the engine in use, who waits.
+Must not know: requests, the engine in use, who waits, what its process has loaded.
 
     prepare ─▶ start ─▶ load the weights that clients have set ─▶ ready ─▶ take
                  ▲                        │ it died                │ it died
@@ -27,16 +27,20 @@ from ..clients.journal import Journal
 from ..clients.mp_client import MPClient
 from .engine_state import NO_WEIGHTS, Weights
 from .restart_budget import RestartBudget
+from .standby_engines import StandbyEngine, start_standby
 
 logger = logging.getLogger("quire.supervision")
 
 
 def check_memory(engine: MPClient) -> None:
-    """Raises NotEnoughMemoryError if a second engine would not fit beside this one.
+    """Raises NotEnoughMemoryError if a second engine on a CPU would not fit beside this one. On a
+    GPU a standby has nothing of an engine's size.
 
     The KV cache counts once, because that of a standby is not touched until the other engine is
     gone.
     """
+    if engine.ready.config.device_config.device != "cpu":
+        return
     needed = private_memory_bytes(engine.engine_pid) + engine.ready.kv_cache_bytes
     free = free_memory_bytes()
     if needed > free:
@@ -53,13 +57,13 @@ class Standby:
     A standby that dies is replaced as often, and with the same delays, as an engine in use.
     """
 
-    def __init__(self, config: EngineConfig, command: Sequence[str] | None, journal: Journal):
+    def __init__(self, config: EngineConfig, command: Sequence[str], journal: Journal):
         self._config, self._command, self._journal = config, command, journal
         self._budget = RestartBudget(config.service_config.engine_restarts)
         self._changed = threading.Condition()  # guards what follows
         self._epoch: int | None = None  # of the standby; None: none is wanted
         self._weights = NO_WEIGHTS  # that it must have
-        self._ready: MPClient | None = None
+        self._ready: StandbyEngine | None = None
         self._ready_weights = NO_WEIGHTS
         self._is_closed = self._is_draining = False
         self._starting: tuple[asyncio.AbstractEventLoop, asyncio.Task] | None = None
@@ -92,17 +96,15 @@ class Standby:
             self._weights = weights
             self._wake()
 
-    async def take(self) -> tuple[MPClient, Weights] | None:
-        """Returns the client of the standby, and what it has loaded, once it is ready. Returns None
-        if there is none, or it fails.
-        """
+    async def take(self) -> StandbyEngine | None:
+        """Returns the standby once it is ready, or None if there is none, or it fails."""
         return await in_thread(
             self._take,
             on_cancel=self.begin_close,
-            discard=lambda taken: taken and taken[0].shutdown(),
+            discard=lambda taken: taken and taken.shutdown(),
         )
 
-    def _take(self) -> tuple[MPClient, Weights] | None:
+    def _take(self) -> StandbyEngine | None:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._ready is not None or self._epoch is None or self._is_closed
@@ -114,7 +116,7 @@ class Standby:
                     engine.shutdown()
                 return None
             self._budget.note_progress()
-            return engine, self._ready_weights
+            return engine
 
     def close(self) -> None:
         """Ends the standby. May be called twice; does nothing in a fork."""
@@ -151,11 +153,11 @@ class Standby:
                     if delay_s:
                         self._sleep(delay_s)
                     engine = self._start(epoch)
-                    self._load(engine, weights)
+                    engine.load(weights)
                     self._offer(engine, weights)
                 elif weights != self._ready_weights:
                     if self._withdraw(engine):
-                        self._load(engine, weights)
+                        engine.load(weights)
                         self._offer(engine, weights)
                 elif self._sleep(None, engine) and self._withdraw(engine):
                     raise QuireError(engine.describe_death())
@@ -168,7 +170,7 @@ class Standby:
         if engine is not None:
             engine.shutdown()
 
-    def _sleep(self, seconds: float | None, engine: MPClient | None = None) -> bool:
+    def _sleep(self, seconds: float | None, engine: StandbyEngine | None = None) -> bool:
         """Waits for a change. Returns whether `engine` is dead."""
         poller = select.poll()
         poller.register(self._wake_fd, select.POLLIN)
@@ -179,12 +181,12 @@ class Standby:
             os.eventfd_read(self._wake_fd)
         return engine is not None and engine.pidfd in ready
 
-    def _start(self, epoch: int) -> MPClient:
+    def _start(self, epoch: int) -> StandbyEngine:
         """Starts an engine. Raises QuireError if it does not start, or `close` is called
         meanwhile.
         """
 
-        async def start() -> MPClient:
+        async def start() -> StandbyEngine:
             task = asyncio.current_task()
             assert task is not None
             with self._changed:
@@ -192,9 +194,7 @@ class Standby:
                     raise QuireError("closed")
                 self._starting = asyncio.get_running_loop(), task
             try:
-                return await MPClient.start(
-                    self._config, epoch=epoch, command=self._command, journal=self._journal
-                )
+                return await start_standby(self._config, self._command, self._journal, epoch)
             finally:
                 with self._changed:
                     self._starting = None
@@ -204,16 +204,12 @@ class Standby:
         except asyncio.CancelledError:
             raise QuireError("closed") from None
 
-    def _load(self, engine: MPClient, weights: Weights) -> None:
-        if weights.path is not None:
-            asyncio.run(engine.call_utility_async("load_weights", weights.path))
-
-    def _offer(self, engine: MPClient, weights: Weights) -> None:
+    def _offer(self, engine: StandbyEngine, weights: Weights) -> None:
         with self._changed:
             self._ready, self._ready_weights = engine, weights
             self._changed.notify_all()
 
-    def _withdraw(self, engine: MPClient) -> bool:
+    def _withdraw(self, engine: StandbyEngine) -> bool:
         """Returns whether the engine has not been taken, so that this thread may use it again."""
         with self._changed:
             is_here = self._ready is engine
@@ -239,5 +235,5 @@ class Standby:
             return 0.0
 
 
-def _is_dead(engine: MPClient) -> bool:
+def _is_dead(engine: StandbyEngine) -> bool:
     return bool(readable(engine.pidfd, timeout_s=0))

@@ -5,6 +5,7 @@ and tokens are those of the CPU.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from quire.tests.bundled_model import heads
 from quire.tests.executor.driver import generate as generate_rows
 from quire.tests.executor.driver import start_executor
 from quire.tests.fake_gpu import OnGpu, fake_gpu
+from quire.tests.gguf_files import Tensor, write_gguf
+from quire.tests.kernels.case import random_blocks
 from quire.tests.mtp_checkpoints import save_with_head
 from quire.tests.quantized_checkpoints import write_quantized
 from quire.tests.tiny_fallbacks import save_tiny_fallback
@@ -228,6 +231,71 @@ def test_experts_in_int4(tmp_path: Path) -> None:
         for bits in ("int4", None)
     ]
     assert plans[0].weights_bytes < plans[1].weights_bytes
+
+
+def write_mixture(path: Path, types: Sequence[Sequence[str]]) -> Path:
+    """A model of random experts. types: of the gates, the projections up and down, by layer."""
+    size, inner, heads, experts = 256, 256, 4, 4
+    metadata = {
+        "general.architecture": "qwen3moe",
+        "qwen3moe.context_length": 64,
+        "qwen3moe.embedding_length": size,
+        "qwen3moe.block_count": len(types),
+        "qwen3moe.feed_forward_length": inner,
+        "qwen3moe.expert_feed_forward_length": inner,
+        "qwen3moe.expert_count": experts,
+        "qwen3moe.expert_used_count": 2,
+        "qwen3moe.attention.head_count": heads,
+        "qwen3moe.attention.head_count_kv": heads,
+        "qwen3moe.attention.key_length": size // heads,
+        "qwen3moe.attention.value_length": size // heads,
+        "qwen3moe.attention.layer_norm_rms_epsilon": 1e-6,
+        "qwen3moe.rope.freq_base": 1e6,
+    }
+    tensors: dict[str, Tensor] = {"output_norm.weight": ((size,), "F32", ones(size))}
+
+    def add(name: str, type: str, *shape: int) -> None:
+        blocks = random_blocks(shape[0] if len(shape) == 2 else shape[0] * shape[1], size, type)
+        tensors[f"{name}.weight"] = shape, type, blocks.numpy().tobytes()
+
+    add("token_embd", "Q8_0", 100, size)
+    for index, (gate, up, down) in enumerate(types):
+        layer = f"blk.{index}"
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            add(f"{layer}.{name}", "Q8_0", size, size)
+        for name, length in (("attn_q_norm", 64), ("attn_k_norm", 64), ("attn_norm", size)):
+            tensors[f"{layer}.{name}.weight"] = (length,), "F32", ones(length)
+        tensors[f"{layer}.ffn_norm.weight"] = (size,), "F32", ones(size)
+        router = torch.randn(experts, size).numpy().tobytes()
+        tensors[f"{layer}.ffn_gate_inp.weight"] = (experts, size), "F32", router
+        for name, type in (("gate", gate), ("up", up), ("down", down)):
+            add(f"{layer}.ffn_{name}_exps", type, experts, inner, size)
+    return write_gguf(path, metadata, tensors)
+
+
+def ones(length: int) -> bytes:
+    return torch.ones(length).numpy().tobytes()
+
+
+def test_experts_of_several_types_of_blocks(tmp_path: Path) -> None:
+    """As in files of Q4_K_M: other layers have other types, and parts of a layer."""
+    torch.manual_seed(0)
+    types = [("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q5_K", "Q4_K")]
+    model = write_mixture(tmp_path / "model.gguf", types)
+    prompts, params = [[5, 6, 7], [40] * 9], SamplingParams(temperature=0.5, seed=3)
+
+    def run(device: str) -> list[Any]:
+        executor = start_executor(model, device=device, dtype="bfloat16", max_model_len=64)
+        mixtures: list[Any] = [layer.mlp for layer in executor.model.layers]  # type: ignore[attr-defined]
+        for mixture, (gate, up, down) in zip(mixtures, types, strict=True):
+            for layer, parts in ((mixture.gate_up[0], {gate, up}), (mixture.down[0], {down})):
+                assert {part.type for part in layer.packed.parts} == parts
+        return [row.output for row in generate_rows(executor, prompts, 6, params)]
+
+    expected = run("cpu")
+    with fake_gpu():
+        assert run("cuda") == expected
+    assert len({token for row in expected for token in row}) > 6
 
 
 def test_a_cache_in_int8() -> None:

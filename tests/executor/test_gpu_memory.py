@@ -16,6 +16,7 @@ from quire import LLM, SamplingParams
 from quire.executor import worker
 from quire.executor.models.vision.encoder import VisionEncoder
 from quire.ipc.config import EngineConfig
+from quire.ipc.errors import NotEnoughMemoryError
 from quire.tests.bundled_model import heads
 from quire.tests.executor.driver import generate, start_executor
 from quire.tests.fake_gpu import FREE_BYTES, TOTAL_BYTES, FakeGpu, fake_gpu
@@ -92,6 +93,11 @@ def test_new_weights_have_new_graphs(
         assert tokens(llm) == expected
         assert (gpu.allocated, gpu.num_graphs) == (awake, graphs)
     assert gpu.allocated == 0
+
+
+def test_a_cache_for_which_there_is_no_room(tiny: Callable[..., Path], gpu: FakeGpu) -> None:
+    with pytest.raises(NotEnoughMemoryError, match="num_gpu_blocks_override: the KV cache would"):
+        start(tiny("qwen3"), num_gpu_blocks_override=FREE_BYTES // 2**10)
 
 
 @pytest.mark.slow

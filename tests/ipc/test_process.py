@@ -33,7 +33,7 @@ def start(script: str) -> EngineProcess:
 
 def test_the_command():
     assert engine_command() == [sys.executable, "-P", "-m", "quire.core.engine_proc"]
-    assert engine_command(imports_early=True) == [*engine_command(), "--import-early"]
+    assert engine_command(imports_for="cuda") == [*engine_command(), "--import-early", "cuda"]
     assert engine_command(listen="ipc:///x")[-6:-1] == [
         "--listen",
         "ipc:///x",

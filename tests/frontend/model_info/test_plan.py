@@ -232,6 +232,12 @@ def test_a_standby_takes_its_process_and_its_weights(big: str) -> None:
     assert one.fits and not plan(big, 16 * GIB, standby=True).fits
 
 
+def test_on_a_gpu_a_standby_takes_nothing_of_its_memory(big: str) -> None:
+    arguments = {"device": "cuda", "dtype": "bfloat16"}
+    one, two = (plan(big, 80 * GIB, **arguments, standby=standby) for standby in (False, True))
+    assert (two.runtime_bytes, two.num_blocks) == (one.runtime_bytes, one.num_blocks)
+
+
 def test_a_shorter_context_fits(big: str) -> None:
     stated = plan(big, 16 * GIB, dtype="bfloat16")
     assert 0 < stated.longest_context < 32_768 and not stated.fits and stated.num_blocks == 0

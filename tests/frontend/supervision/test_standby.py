@@ -9,11 +9,15 @@ import time
 
 import psutil
 import pytest
+from quire import EngineArgs, LLMEngine, SamplingParams
 from quire.frontend.clients import connect
+from quire.frontend.clients.mp_client import MPClient
 from quire.frontend.clients.own_loop import run_once
 from quire.frontend.supervision import standby as module
+from quire.frontend.supervision.supervised_client import SupervisedClient
 from quire.ipc.errors import InvalidParameterError, NotEnoughMemoryError
-from quire.tests.fake_engine import COMMAND, Hold, wait_until
+from quire.tests import fake_gpu_engine
+from quire.tests.fake_engine import COMMAND, Hold, open_blocking, wait_until
 from quire.tests.fakes import make_config, weights_digest
 from quire.tests.frontend.supervision.test_supervised_client import (
     Asyncio,
@@ -104,6 +108,74 @@ def test_one_that_dies_is_replaced_as_often_as_an_engine(open_engine, caplog) ->
     assert engine.call("ping") == "pong"
 
 
+def test_on_a_gpu_it_loads_nothing_until_it_takes_over(open_engine, tmp_path) -> None:
+    """Then it has the state of the engine before, and another follows."""
+    loads = tmp_path / "loads"
+    engine = open_engine(device="cuda", hf_overrides={"loads": str(loads)})
+    engine.call("load_weights", "other")
+    expected = [engine.client.engine_pid]
+    for _ in range(2):
+        expected.append(standby_pid(engine))
+        assert [int(line) for line in loads.read_text().split()] == expected[:-1]
+        kill(engine.client)
+        requests = some_requests(3)
+        outputs = engine.generate(requests)
+        assert_expected(requests, outputs, engine.client.ready.config, weights_digest("other"))
+        assert engine.client.engine_pid == expected[-1]
+    assert [int(line) for line in loads.read_text().split()] == expected
+    assert engine.client.ready.epoch == 2
+
+
+def test_on_a_gpu_without_room_an_engine_is_started_in_its_place(
+    open_engine, tmp_path, caplog
+) -> None:
+    full = tmp_path / "full"
+    engine = open_engine(device="cuda", hf_overrides={"lacks_memory": str(full)})
+    first = standby_pid(engine)
+    full.touch()
+    kill(engine.client)
+    requests = some_requests(3)
+    assert_expected(requests, engine.generate(requests), engine.client.ready.config)
+    assert engine.client.engine_pid != first and not full.exists()
+    assert "weights: they do not fit; starting it again" in caplog.text
+    assert standby_pid(engine) not in (first, engine.client.engine_pid)
+
+
+@pytest.mark.slow
+def test_on_a_gpu_it_continues_with_the_same_tokens(tiny) -> None:
+    """The GPU is a fake (tests/fake_gpu.py), of each process its own."""
+    prompts = [{"prompt_token_ids": ids} for ids in ([1, 2, 3], list(range(5, 45)))]
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=40, ignore_eos=True)
+    sizes = {"max_model_len": 128, "num_gpu_blocks_override": 40, "num_threads": 1}
+    tokens = {}
+    for device, command in (("cpu", None), ("cuda", fake_gpu_engine.COMMAND)):
+        args = EngineArgs(
+            str(tiny("qwen3")), device=device, dtype="float32", standby=device == "cuda", **sizes
+        )
+        config = args.create_engine_config()
+
+        async def start(config=config, command=command) -> SupervisedClient:
+            first = await MPClient.start(config, command=command)
+            return SupervisedClient(first, config, command=command)
+
+        client = open_blocking(start())
+        llm = LLMEngine(config, client)
+        for index, prompt in enumerate(prompts):
+            llm.add_request(str(index), prompt, params)
+        found = {}
+        if device == "cuda":
+            wait_until(lambda: client.standby_is_ready, 60)
+            while not found:  # in the middle of the answers
+                found |= {one.request_id: one for one in llm.step()}
+            kill(client)
+        while llm.has_unfinished_requests():
+            found |= {one.request_id: one for one in llm.step()}
+        tokens[device] = {name: one.outputs[0].token_ids for name, one in found.items()}
+        assert client.restarts.by_cause == ({"SIGKILL": 1} if device == "cuda" else {})
+        llm.shutdown()
+    assert tokens["cuda"] == tokens["cpu"]
+
+
 @pytest.mark.parametrize("moment", ["start", "ready"])
 def test_nothing_remains(moment: str) -> None:
     engine = Blocking(standby=True)
@@ -136,7 +208,7 @@ def test_it_is_idle(open_engine) -> None:
         ("ipc:///nowhere/engine.sock", {}),
         ("process", {"on_engine_death": "fail"}),
         ("process", {"engine_restarts": 0}),
-        ("process", {"device": "cuda"}),
+        ("process", {"device": "cuda", "tensor_parallel_size": 2}),
     ],
 )
 def test_where_there_can_be_none(engine: str, settings: dict) -> None:

@@ -2,6 +2,8 @@
 decode, decode; the logits are the reference's.
 """
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from quire.executor.kernel_choice import INVARIANT_ON_A_GPU
@@ -126,24 +128,39 @@ def test_a_model_gives_the_references_logits(name):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
 
 
+class Span(NamedTuple):
+    """Tokens of a request that a step computes."""
+
+    request: int
+    begin: int
+    end: int
+    blocks: tuple[int, int]  # of the request's context
+
+
 @torch.inference_mode()
-def logits_of(name: str, *steps: tuple[list[int], list[int]]) -> list[torch.Tensor]:
-    """The logits of request 0, which has 24 tokens, in a model with the kernels of batch_invariant.
-    steps: the query lengths and context lengths of requests; request 1 has other tokens.
+def logits_of(name: str, *steps: list[Span]) -> list[torch.Tensor]:
+    """The logits of request 0, which has 24 tokens, in each step that computes some of them, in a
+    model with the kernels of batch_invariant. Request 1 has other tokens, and request 2 begins with
+    a block of those of request 0.
     """
     model, _ = build(name, "cuda", kernels=INVARIANT_ON_A_GPU)
-    tables = torch.tensor([[7, 2], [4, 1]], dtype=torch.int32)
     generator = torch.Generator().manual_seed(1)
-    token_ids = torch.randint(0, 100, (2, 24), generator=generator, dtype=torch.int32)
+    token_ids = torch.randint(0, 100, (3, 24), generator=generator, dtype=torch.int32)
+    token_ids[2, :BLOCK_SIZE] = token_ids[0, :BLOCK_SIZE]
     results = []
-    for query_lens, seq_lens in steps:
-        spans = zip(query_lens, seq_lens, strict=True)
-        tokens = torch.cat([token_ids[i, n - q : n] for i, (q, n) in enumerate(spans)])
-        positions, step = metadata(query_lens, seq_lens, tables[: len(query_lens)])
+    for spans in steps:
+        tokens = torch.cat([token_ids[one.request, one.begin : one.end] for one in spans])
+        tables = torch.tensor([one.blocks for one in spans], dtype=torch.int32)
+        query_lens = [one.end - one.begin for one in spans]
+        positions, step = metadata(query_lens, [one.end for one in spans], tables)
         with reachable(experts_of(model)):
             hidden = model(tokens, positions, step)
-        results.append(model.compute_logits(hidden[: query_lens[0]]))
+        if spans[0].request == 0:
+            results.append(model.compute_logits(hidden[: query_lens[0]]))
     return results
+
+
+HERE, THERE = (7, 2), (4, 1)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +171,18 @@ def logits_of(name: str, *steps: tuple[list[int], list[int]]) -> list[torch.Tens
         pytest.param("GptOssForCausalLM", marks=pytest.mark.slow),
     ],
 )
-def test_logits_have_the_same_bits_alone_beside_others_and_in_chunks(name, ordered_dots):
-    [whole] = logits_of(name, ([24], [24]))
-    chunks = ([17, 5], [17, 5]), ([1, 1], [18, 6]), ([5], [23]), ([1], [24])
-    assert torch.equal(torch.cat(logits_of(name, *chunks)), whole)
+def test_logits_have_the_same_bits_however_a_request_is_computed(name, ordered_dots):
+    """Alone, beside others and in chunks, again after a preemption, and after a cached prefix."""
+    [whole] = logits_of(name, [Span(0, 0, 24, HERE)])
+    first, then, again, after_prefix, last = logits_of(
+        name,
+        [Span(0, 0, 17, HERE), Span(1, 0, 5, THERE)],
+        [Span(0, 17, 18, HERE), Span(1, 5, 6, THERE)],
+        [Span(2, 0, 19, HERE)],  # in the blocks of a request that is preempted
+        [Span(0, 0, 19, (8, 5)), Span(2, 19, 20, HERE)],
+        [Span(0, BLOCK_SIZE, 23, (7, 6)), Span(1, 6, 9, THERE)],  # the first block is request 2's
+        [Span(0, 23, 24, (7, 6))],
+    )
+    assert torch.equal(torch.cat([first, then]), whole[:18])
+    assert torch.equal(again, whole[:19])
+    assert torch.equal(torch.cat([after_prefix, last]), whole[BLOCK_SIZE:])

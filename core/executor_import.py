@@ -32,11 +32,10 @@ def _import_worker(device: str) -> None:
         from ..executor.lean_import import import_torch
 
         import_torch()
-    from ..executor import worker
-    from ..kernels import registry
+    from ..executor import device as devices
+    from ..executor import worker  # noqa: F401
 
-    assert worker
-    registry.import_implementations(device)
+    devices.import_kernels(device)
 
 
 def import_executor(

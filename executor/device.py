@@ -26,6 +26,7 @@ from ..ipc.machine import (
 )
 from ..ipc.models.memory_plan import free_of_share
 from ..ipc.models.ranks import num_ranks
+from ..kernels import registry
 from ..kernels.cpu.native.library import library
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -52,6 +53,11 @@ def select_device(name: str) -> torch.device:
             "device", f"cuda: {lacking} (quire doctor says what is here); use cpu"
         )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def import_kernels(device: str) -> None:
+    """Imports the kernels for "cpu" or "cuda", without the use of the device."""
+    registry.import_implementations(device)
 
 
 def use_gpu_of_rank(config: EngineConfig, rank: int) -> None:

@@ -115,9 +115,14 @@ class MPClient(EngineClient):
         each other. Every output of an engine started here carries both. command: starts another
         program instead of the engine (see engine_proc.main). waiting: see open_connection.
         """
-        numbers = {"epoch": epoch, "engine_index": engine_index}
         connection, ready = await open_connection(
-            config, engine, on_progress, **numbers, command=command, waiting=waiting
+            config,
+            engine,
+            on_progress,
+            epoch=epoch,
+            engine_index=engine_index,
+            command=command,
+            waiting=waiting,
         )
         return cls(config, connection, ready, is_shared=engine != "process", journal=journal)
 

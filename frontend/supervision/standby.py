@@ -101,7 +101,7 @@ class Standby:
         return await in_thread(
             self._take,
             on_cancel=self.begin_close,
-            discard=lambda taken: taken and taken.shutdown(),
+            discard=lambda taken: None if taken is None else taken.shutdown(),
         )
 
     def _take(self) -> StandbyEngine | None:

@@ -279,12 +279,12 @@ def _blocks_of_ranks(
         bytes_of[index] = num_bytes // heads * max(1, heads // device.tensor_parallel_size)
     num_stages, most = device.pipeline_parallel_size, 0
     stages = stages_of(shape, num_stages, num_readers(config.model_config))
+    groups = [plan_groups_of_stage(config, shape, stages, stage) for stage in range(num_stages)]
     for stage, layers in enumerate(stages):
-        groups = plan_groups_of_stage(config, shape, stages, stage)
-        own = groups.largest([bytes_of[index] for index in layers if index in bytes_of])
+        own = groups[stage].largest([bytes_of[index] for index in layers if index in bytes_of])
         has_draft = stage == num_stages - 1
         most = max(most, own * block_size + has_draft * draft_block_bytes)
-    return groups, most
+    return groups[-1], most
 
 
 class _Room(NamedTuple):

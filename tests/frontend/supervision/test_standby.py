@@ -26,6 +26,7 @@ from quire.tests.frontend.supervision.test_supervised_client import (
     kill,
     some_requests,
 )
+from quire.tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.sampled(step=2)  # blocking code in one test, asyncio's in the next
 
@@ -142,16 +143,15 @@ def test_on_a_gpu_without_room_an_engine_is_started_in_its_place(
 
 
 @pytest.mark.slow
-def test_on_a_gpu_it_continues_with_the_same_tokens(tiny) -> None:
+def test_on_a_gpu_it_continues_with_the_same_tokens(tmp_path) -> None:
     """The GPU is a fake (tests/fake_gpu.py), of each process its own."""
     prompts = [{"prompt_token_ids": ids} for ids in ([1, 2, 3], list(range(5, 45)))]
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=40, ignore_eos=True)
+    model = str(save_tiny_model(tmp_path, "qwen3"))
     sizes = {"max_model_len": 128, "num_gpu_blocks_override": 40, "num_threads": 1}
     tokens = {}
     for device, command in (("cpu", None), ("cuda", fake_gpu_engine.COMMAND)):
-        args = EngineArgs(
-            str(tiny("qwen3")), device=device, dtype="float32", standby=device == "cuda", **sizes
-        )
+        args = EngineArgs(model, device=device, dtype="float32", standby=device == "cuda", **sizes)
         config = args.create_engine_config()
 
         async def start(config=config, command=command) -> SupervisedClient:

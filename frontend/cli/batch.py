@@ -244,7 +244,7 @@ class BatchFile:
             await state.loras.load_modules(engine, self._config.lora_modules)
             await state.adopt_engine(engine)
             self._check_models(state)
-            return await self._run_lines(state, engine)
+            return await self._run_lines(state, engine, kind)
         finally:
             await engine.shutdown_async()
 
@@ -258,13 +258,13 @@ class BatchFile:
                 advice = "with --unknown-model default, the model answers for any name"
                 raise InvalidParameterError("FILE", f"{error.message} ({advice})") from None
 
-    async def _run_lines(self, state: ServerState, engine: AsyncLLM) -> int:
+    async def _run_lines(self, state: ServerState, engine: AsyncLLM, kind: str) -> int:
         from ..batches.formats import OpenAIFormat
         from ..batches.line_run import Gate, LineRun
         from ..batches.results import OtherInputError, Results
         from ..progress import ProgressBar
         from ..server.app import App, make_app
-        from ..server.batch_runner import LineCaller
+        from ..server.batch_runner import WEIGHT, LineCaller
 
         files, report = self._files, self._report
         paths = files.output, files.errors, files.journal
@@ -279,12 +279,14 @@ class BatchFile:
         app = make_app(state)
         assert isinstance(app, App)
         caller = LineCaller(app)
+        # Others may have the engine of a daemon, too: lines are in its background.
+        owner, weight = ("batch:", WEIGHT) if kind.startswith("ipc://") else ("", 1.0)
         # Others wait in the engine, so that no step has an empty place.
         num_places = self._config.max_concurrent_requests or 2 * engine.config.num_seqs_at_once
         progress = ProgressBar(report.num_requests - num_before, self._shows)
 
         async def answer(asked: InputLine, request_id: str) -> Answer:
-            found = await caller(asked, request_id)
+            found = await caller(asked, request_id, owner, weight)
             self._count(asked, found, progress)
             return found
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quire import AsyncLLM
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.cli.command import QUIRE, assert_refused, call
 
@@ -55,6 +56,22 @@ def test_every_endpoint(address: str, tmp_path: Path, capsys: pytest.CaptureFixt
     code, _, err = call(capsys, *words, "--no-resume")
     assert code == 0 and set(read(tmp_path / "a.output.jsonl")) == set(list(BODIES)[:2]), err
     assert not (tmp_path / "a.errors.jsonl").exists()
+
+
+def test_lines_are_in_the_background_of_an_engine_that_is_shared(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    requests = []
+    sent = AsyncLLM.generate
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        requests.append(kwargs)
+        return sent(self, *args, **kwargs)
+
+    monkeypatch.setattr(AsyncLLM, "generate", generate)
+    file = write(tmp_path / "a.jsonl", [line("a")])
+    assert call(capsys, "batch", file, "--engine", address)[0] == 0
+    assert [(one["owner"], one["owner_weight"]) for one in requests] == [("batch:", 0)]
 
 
 def test_what_is_wrong_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -262,9 +262,7 @@ class Grammars:
         is_known: bool,
     ) -> None:
         try:
-            if not is_known:
-                check.check(params)
-            self._compile(key, params)
+            self._compile(key, params if is_known else check.check(params))
         except InvalidParameterError as error:
             # A new exception: the traceback of this one would keep the whole grammar alive as long
             # as the result is kept.

@@ -3,7 +3,7 @@
 Must not know: torch, slots, steps, requests.
 
     engine: GrammarCheck.check ── parameters ──▶ child: compile, walk a few tokens
-            ◀── a Problem, or "" ──
+            ◀── a Problem, a rewritten schema, or "" ──
             too much CPU time, or a death of the grammar's making: refused
             killed, stopped or not started: the same check in a new child, MAX_TRIES times
 
@@ -77,8 +77,9 @@ class GrammarCheck:
         self._closed = threading.Event()
         self.spent_s = 0.0  # CPU time of all checks, without the starts of children
 
-    def check(self, params: StructuredOutputsParams) -> None:
-        """Checks normalized `params`, within about two seconds of CPU time.
+    def check(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
+        """Checks normalized `params`, within about two seconds of CPU time. Returns them with the
+        schema that llguidance has read, so that nobody needs to rewrite it again.
 
         Raises InvalidParameterError for a grammar that is invalid or exceeds a limit, and
         CheckFailedError if each of MAX_TRIES children was killed, was stopped or did not start.
@@ -92,16 +93,17 @@ class GrammarCheck:
                 logger.warning("%s; it is started again", error)
             if num_tries > 1:
                 self._closed.wait(RETRY_DELAY_S * 2 ** (num_tries - 2))
+        raise AssertionError("the last try returns or raises")
 
-    def _check_once(self, params: StructuredOutputsParams) -> None:
+    def _check_once(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
         # it died between two checks
         if self._child is not None and self._child.poll() is not None:
             self.end()
         child = self._child or self._start()
         try:
             with self._timed(child):
-                problem = _ask(child, params, TIME_LIMIT_S)
-            if problem is None:
+                answer = _ask(child, params, TIME_LIMIT_S)
+            if answer is None:
                 raise refusal(f"takes longer than {TIME_LIMIT_S} s to compile")
         except (OSError, EOFError) as error:
             code = self.end()
@@ -114,8 +116,14 @@ class GrammarCheck:
         except BaseException:
             self.end()
             raise
-        if problem:
-            raise msgspec.msgpack.decode(problem, type=Problem).error()
+        if not answer:
+            return params
+        found = msgspec.msgpack.decode(answer, type=Problem | Rewritten)
+        if isinstance(found, Problem):
+            raise found.error()
+        return msgspec.structs.replace(
+            params, json=found.schema, disable_additional_properties=False
+        )
 
     @contextlib.contextmanager
     def _timed(self, child: subprocess.Popen) -> Iterator[None]:
@@ -196,7 +204,13 @@ class GrammarCheck:
         self.end()
 
 
-class Problem(msgspec.Struct, array_like=True, frozen=True):
+class Rewritten(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """The schema that llguidance has read, where it is not the request's."""
+
+    schema: str
+
+
+class Problem(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """An InvalidParameterError on the wire."""
 
     parameter: str
@@ -263,16 +277,17 @@ def _read(pipe: IO[bytes]) -> bytes:
 
 
 def answer(compiler: GrammarCompiler, params: StructuredOutputsParams) -> bytes:
-    """Empty if the grammar can be used, else a Problem."""
+    """Empty if the grammar can be used as it is, else a Problem or a Rewritten."""
     try:
-        compiler.try_out(compiler.compile(params))
+        matcher, said = compiler.compile_said(params)
+        compiler.try_out(matcher)
     except InvalidParameterError as error:
         return msgspec.msgpack.encode(Problem(error.parameter, error.problem))
     except Exception as error:
         return msgspec.msgpack.encode(
             Problem("structured_outputs", f"cannot be compiled: {type(error).__name__}")
         )
-    return b""
+    return b"" if said is params else msgspec.msgpack.encode(Rewritten(said.json or ""))
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:

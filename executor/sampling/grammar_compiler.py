@@ -276,12 +276,21 @@ class GrammarCompiler:
         deep stack (see grammar.py). Compile only what grammar_check.py has accepted: time and
         memory are not limited here. Raises InvalidParameterError.
         """
+        return self.compile_said(params)[0]
+
+    def compile_said(
+        self, params: StructuredOutputsParams
+    ) -> tuple[LLMatcher, StructuredOutputsParams]:
+        """`compile`, and `params` with the schema that llguidance has read: the same, or rewritten
+        (schema_rewriting.py).
+        """
         matcher = self._matcher(params)
         if matcher.is_error() and params.json is not None:
-            matcher = self._matcher(_rewritten(params, matcher.get_error()))
+            params = _rewritten(params, matcher.get_error())
+            matcher = self._matcher(params)
         if matcher.is_error():
             raise refusal(f"cannot be compiled: {shorten(matcher.get_error())}")
-        return matcher
+        return matcher, params
 
     def _matcher(self, params: StructuredOutputsParams) -> LLMatcher:
         """Raises InvalidParameterError for what cannot be read; other errors are the matcher's."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from quire.executor.sampling import grammar_check
+from quire.executor.sampling import grammar_check, grammar_compiler
 from quire.executor.sampling.grammar_check import (
     MAX_TRIES,
     CheckFailedError,
@@ -75,6 +75,17 @@ def test_the_process_starts_with_the_first_grammar_and_stays(check):
     check.check(FINE)
     assert pid_of(check) == pid
     assert check.end() == -signal.SIGKILL and psutil.Process().children() == before
+
+
+def test_the_engine_does_not_rewrite_a_schema_again(check, settings, monkeypatch):
+    params = StructuredOutputsParams(json='{"not": {"type": "string"}}')
+    said = check.check(params)
+    assert '"not"' not in said.json and check.check(FINE) is FINE
+    monkeypatch.setattr(grammar_compiler, "rewritten", None)
+    compiler = GrammarCompiler(*msgspec.structs.astuple(settings))
+    assert compiler.compile_said(said)[1] is said
+    with pytest.raises(InvalidParameterError, match="Unimplemented keys"):
+        compiler.compile(params)  # which needs it
 
 
 def test_an_idle_process_uses_no_cpu(check):

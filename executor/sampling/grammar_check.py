@@ -287,7 +287,10 @@ def answer(compiler: GrammarCompiler, params: StructuredOutputsParams) -> bytes:
         return msgspec.msgpack.encode(
             Problem("structured_outputs", f"cannot be compiled: {type(error).__name__}")
         )
-    return b"" if said is params else msgspec.msgpack.encode(Rewritten(said.json or ""))
+    if said is params:
+        return b""
+    assert isinstance(said.json, str)  # it is normalized
+    return msgspec.msgpack.encode(Rewritten(said.json))
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:

@@ -36,7 +36,7 @@ def test_a_text_has_a_pattern_or_its_complement(pattern) -> None:
 
 
 def test_what_patterns_share() -> None:
-    for one, other in itertools.product(PATTERNS, repeat=2):
+    for one, other in itertools.product(PATTERNS[::2], PATTERNS[1::3]):
         both = [text for text in TEXTS if has(one, text) and has(other, text)]
         only = [text for text in TEXTS if has(one, text) and not has(other, text)]
         for made, expected in ((common([one, other]), both), (common([one], [other]), only)):

@@ -20,7 +20,7 @@ def test_blocks_are_dequantized_into_a_tensor_of_any_shape():
 
 def test_blocks_without_kernels_are_packed_again():
     packed = PackedRows(torch.full((2, 66), 1, dtype=torch.uint8), "TQ2_0")
-    assert packed.for_memory().type == "Q4_0"
+    assert packed.for_memory().type == "INT2_128"
     expected = packed.dequantized(torch.float32)
     assert torch.equal(packed.for_memory().dequantized(torch.float32), expected)
     rows = PackedRows(torch.zeros(2, 34, dtype=torch.uint8), "Q8_0")

@@ -566,11 +566,12 @@ class FakeCheck:
     def __init__(self, settings):
         self.spent_s = 0.0
 
-    def check(self, params: StructuredOutputsParams) -> None:
+    def check(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
         if params.regex not in ("slow0", "slow1"):
             assert self.all_are_asked_for.wait(60)
         time.sleep(0.02)
         self.spent_s += 1.5 if params.regex.startswith("slow") else 0.01
+        return params
 
     def close(self) -> None:
         pass

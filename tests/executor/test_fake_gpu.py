@@ -149,7 +149,7 @@ def test_states_with_several_passes_and_drafts(name: str, hybrid: Any) -> None:
     assert found == expected and counters["num_states_restored"]
     assert sum(capture.num_replays for capture in gpu.captures) > 20
     assert (counters["num_draft_tokens"] > 9) == (drafting is not None)
-    assert name.startswith("mtp") <= (counters["num_accepted_tokens"] > 10)
+    assert name.startswith("mtp") <= (counters["num_accepted_tokens"] > 5)
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ Must not know: schemas, llguidance's API, requests.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Iterator
 from re import _constants as sre  # pyright: ignore[reportAttributeAccessIssue]
@@ -56,13 +55,10 @@ def common(patterns: Iterable[str], without: Iterable[str] = ()) -> str | None:
     expressions = Expressions()
     found = [expressions.found(pattern) for pattern in patterns]
     found += [expressions.opposite(expressions.found(pattern)) for pattern in without]
-    expression = expressions.all_of(found)
-    if not any(_automaton(expressions, expression).accepts):
-        return None
-    return _pattern_of(expressions, expression)
+    automaton = _automaton(expressions, expressions.all_of(found))
+    return _pattern_of(expressions, automaton) if any(automaton.accepts) else None
 
 
-@functools.lru_cache(maxsize=1_000)
 def are_apart(one: str, other: str) -> bool:
     """Whether no text has both patterns; False, too, where this is not known."""
     expressions = Expressions()
@@ -349,7 +345,6 @@ def _sets(node: Node) -> Iterator[Ranges]:
             left += one.parts
 
 
-@functools.lru_cache(maxsize=2)  # `common` needs one twice
 def _automaton(expressions: Expressions, expression: Node) -> Automaton:
     """Raises PatternError for more than MAX_STATES states."""
     bounds = {0, LAST + 1}
@@ -409,8 +404,8 @@ def _smallest(automaton: Automaton) -> Automaton:
 # ---------------------------------------------------------------- to patterns
 
 
-def _pattern_of(make: Expressions, expression: Node) -> str:
-    automaton = _smallest(_automaton(make, expression))
+def _pattern_of(make: Expressions, automaton: Automaton) -> str:
+    automaton = _smallest(automaton)
     count = len(automaton.edges)
     first, last = count, count + 1
     texts: dict[int, dict[int, Node]] = {state: {} for state in (*range(count), first, last)}

@@ -24,6 +24,7 @@ of draft 2020-12, with `dependencies`, lists of `items` and the booleans of `exc
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable
@@ -102,6 +103,8 @@ class _Rewriting:
         self._within: dict[int, str] = {}  # entries of $defs for what is being said, by id
         self._referred: set[str] = set()  # those of them that something refers to
         self._count = 0
+        # Kept as long as this object: a process that checks grammars rewrites those of all users.
+        self._are_apart = functools.cache(are_apart)
 
     def whole(self) -> Schema:
         made = self.said(self._root)
@@ -363,7 +366,7 @@ class _Rewriting:
         for pattern, schema in properties.items():
             rest: str | None = pattern
             for index, (other, one) in enumerate(list(regions)):
-                if rest is None or are_apart(rest, other):
+                if rest is None or self._are_apart(rest, other):
                     continue
                 both = self._common([rest, other])
                 if both is None:
@@ -676,7 +679,7 @@ class _Rewriting:
                     return True
         types = types_of(one) & types_of(other)
         if types == {"string"} and "pattern" in one and "pattern" in other:
-            return are_apart(one["pattern"], other["pattern"])
+            return self._are_apart(one["pattern"], other["pattern"])
         if types != {"object"} or depth > MAX_POSITION:
             return False
         properties, more = one.get("properties", {}), other.get("properties", {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -39,6 +40,30 @@ setuptools.setup = show
 runpy.run_path("setup.py")
 """
 
+SHOW_LIBRARY = """
+import quire
+from quire.kernels.cpu.native.library import library
+print(quire.__file__, library)
+"""
+
+# the digest of what each native kernel computes, on each instruction set that this processor has
+PRINT_BITS = """
+import hashlib, torch
+from quire.kernels.cpu.native.library import library
+from quire.tests.kernels import cases
+from quire.tests.kernels.native.test_isas import NATIVE, native
+
+for isa in library.isas:
+    library.use_isa(isa)
+    for op, dtype in NATIVE:
+        torch.manual_seed(0)
+        for case in cases.MODEL_OPS[op](dtype):
+            digest = hashlib.sha256()
+            for result in case.run(native(op).function):
+                digest.update(result.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            print(isa, op, dtype, case.name, digest.hexdigest(), sep="; ")
+"""
+
 
 def run(*words: str | Path, cwd: Path, **environment: str) -> str:
     done = subprocess.run(
@@ -48,7 +73,7 @@ def run(*words: str | Path, cwd: Path, **environment: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=900,
+        timeout=1800,
     )
     assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
@@ -56,9 +81,9 @@ def run(*words: str | Path, cwd: Path, **environment: str) -> str:
 
 def test_build_requirements() -> None:
     tag, library, modules = run(sys.executable, "-c", READ_BUILD, cwd=ROOT).splitlines()[-3:]
-    python, abi, platform = tag.split()
+    python, abi, system = tag.split()
     assert (python, abi) == ("py3", "none")
-    assert platform == sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert system == sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert Path(library) == Path("quire/kernels/cpu/native/_native.so")
     assert modules.split() == ["__init__", "__main__"]
 
@@ -87,7 +112,8 @@ def test_nothing_installs_the_other_project_called_quire() -> None:
     texts = {
         name: (ROOT / name).read_text()
         for name in names
-        if name.endswith((".py", ".md", ".yml", "Dockerfile", "run")) and (ROOT / name).is_file()
+        if name.endswith((".py", ".md", ".yml", "Dockerfile", "run", "build_wheel"))
+        and (ROOT / name).is_file()
     }
     other = re.compile(r"quire\[[a-z,]+\]|pip install [^`\n&]*(?<![/\w.-])quire(?![\w/-])")
     assert other.search("pip install 'quire[ray]'") and other.search("pip install -U quire")
@@ -120,19 +146,22 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     return sdist, wheel
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory, distributions) -> Path:
-    """Return `bin` of a new virtual environment with the wheel installed. The dependencies come
+def install(wheel: Path, home: Path) -> Path:
+    """Installs the wheel in a new virtual environment, and returns its `bin`. The dependencies come
     from the running environment, so nothing is downloaded.
     """
-    home = tmp_path_factory.mktemp("environment")
-    run(sys.executable, "-m", "venv", home, cwd=home)
+    run(sys.executable, "-m", "venv", home, cwd=wheel.parent)
     [site_packages] = home.glob("lib/python*/site-packages")
     mine = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (site_packages / "dependencies.pth").write_text("\n".join(mine))
     options = ("--no-deps", "--no-index", "--ignore-installed", "--quiet")
-    run(home / "bin/python", "-m", "pip", "install", *options, distributions[1], cwd=home)
+    run(home / "bin/python", "-m", "pip", "install", *options, wheel, cwd=home)
     return home / "bin"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory, distributions) -> Path:
+    return install(distributions[1], tmp_path_factory.mktemp("environment"))
 
 
 @pytest.mark.packaging
@@ -158,11 +187,7 @@ def test_contents_of_sdist_and_wheel(distributions) -> None:
 def test_the_installed_wheel_generates(environment: Path, tmp_path: Path) -> None:
     words = ("generate", "Once upon a time", "--max-tokens", "8")
     assert run(environment / "quire", *words, cwd=tmp_path, HF_HUB_OFFLINE="1").strip()
-    show = (
-        "from quire.kernels.cpu.native.library import *; print(__import__('quire').__file__, "
-        "library)"
-    )
-    home, library = run(environment / "python", "-c", show, cwd=tmp_path).split(maxsplit=1)
+    home, library = run(environment / "python", "-c", SHOW_LIBRARY, cwd=tmp_path).split(maxsplit=1)
     assert Path(home).is_relative_to(environment.parent)
     assert "Library" in library, "the wheel's native library is not loaded"
 
@@ -185,3 +210,42 @@ def test_the_plugin_in_the_docs(environment: Path, tmp_path: Path) -> None:
     theirs = run(environment / "quire", *words, cwd=tmp_path)
     mine = run(environment / "quire", *words, "--hf-overrides", overrides, cwd=tmp_path)
     assert mine.strip() and mine == theirs
+
+
+@pytest.fixture(scope="module")
+def manylinux_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of `.ci/build_wheel`, which needs the package index."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the script is for x86-64")
+    folder = tmp_path_factory.mktemp("manylinux")
+    run(ROOT / ".ci/build_wheel", folder, cwd=folder)
+    [wheel] = folder.iterdir()
+    return wheel
+
+
+@pytest.mark.packaging
+@pytest.mark.timeout(1800)
+def test_the_manylinux_wheel_generates_without_a_compiler(
+    manylinux_wheel: Path, tmp_path: Path
+) -> None:
+    assert manylinux_wheel.name.endswith("-py3-none-manylinux_2_28_x86_64.whl")
+    assert manylinux_wheel.stat().st_size <= 15 * 2**20
+    folder = install(manylinux_wheel, tmp_path / "environment")
+    alone = {"PATH": str(folder), "HF_HUB_OFFLINE": "1"}
+    _, library = run(folder / "python", "-c", SHOW_LIBRARY, cwd=tmp_path, **alone).split(maxsplit=1)
+    assert "Library" in library, "the wheel's native library is not loaded"
+    words = ("generate", "Once upon a time", "--max-tokens", "8", "--temperature", "0")
+    theirs = run(folder / "quire", *words, cwd=tmp_path, **alone)
+    assert theirs.strip() and theirs == run(sys.executable, "-m", "quire", *words, cwd=tmp_path)
+
+
+@pytest.mark.packaging
+@pytest.mark.timeout(1800)
+def test_the_manylinux_wheel_computes_the_same_bits(manylinux_wheel: Path, tmp_path: Path) -> None:
+    """Its compiler is another one than that of the running environment's library."""
+    with zipfile.ZipFile(manylinux_wheel) as archive:
+        library = archive.extract("quire/kernels/cpu/native/_native.so", tmp_path)
+    mine = run(sys.executable, "-c", PRINT_BITS, cwd=tmp_path).splitlines()
+    theirs = run(sys.executable, "-c", PRINT_BITS, cwd=tmp_path, QUIRE_NATIVE=library).splitlines()
+    assert mine and len(mine) == len(theirs)
+    assert [a for a, b in zip(mine, theirs, strict=True) if a != b] == []

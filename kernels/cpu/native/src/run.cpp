@@ -16,7 +16,23 @@ namespace {
 const Isa* chosen = nullptr;
 
 #if defined(__x86_64__)
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+// __builtin_cpu_supports is not used: with the runtime library of some compilers, such as Zig's, it
+// says no to everything.
+struct Leaf {
+    unsigned a = 0, b = 0, c = 0, d = 0;  // 0 where the processor does not have the leaf
+    Leaf(unsigned leaf, unsigned part) { __get_cpuid_count(leaf, part, &a, &b, &c, &d); }
+};
+
+// Returns whether the system keeps these registers when it switches threads (XCR0: 1 SSE, 2 AVX,
+// 5 to 7 AVX-512).
+bool keeps(unsigned registers) {
+    if (!(Leaf(1, 0).c & bit_OSXSAVE)) return false;
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & registers) == registers;
+}
+
+bool has_avx2() { return keeps(0x06) && Leaf(1, 0).c & bit_FMA && Leaf(7, 0).b & bit_AVX2; }
 
 #ifdef QUIRE_EMULATED  // isa_avx512.cpp, isa_avx512_bf16.cpp, isa_amx.cpp
 bool has_avx512() { return has_avx2(); }
@@ -24,23 +40,19 @@ bool has_avx512_bf16() { return has_avx2(); }
 bool has_amx() { return has_avx2(); }
 #else
 bool has_avx512() {
-    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vnni");
+    constexpr unsigned ALL = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+    const Leaf seventh(7, 0);
+    return has_avx2() && keeps(0xe6) && (seventh.b & ALL) == ALL && seventh.c & bit_AVX512VNNI;
 }
-bool has_avx512_bf16() {
-    unsigned a, b, c, d;
-    return has_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
-}
+bool has_avx512_bf16() { return has_avx512() && Leaf(7, 1).a >> 5 & 1; }
 
 // The system enables the tiles' registers on request, once per process (Linux's
 // Documentation/arch/x86/xstate.rst).
 bool has_amx() {
-    unsigned a, b, c, d;
-    if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    const unsigned d = Leaf(7, 0).d;
     bool bf16 = d >> 22 & 1, tile = d >> 24 & 1, int8 = d >> 25 & 1;
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    return bf16 && tile && int8 &&
+    return has_avx512_bf16() && bf16 && tile && int8 &&
            syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 #endif

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,7 @@ import psutil
 from ... import shadowed_package
 from ...ipc.errors import QuireError
 from ...ipc.machine import available_cores, cgroup_cpu_quota, cgroup_free_memory, free_memory_bytes
+from ..model_info.choose_device import torch_has_cuda
 from ..model_info.cpu import (
     NATIVE_BFLOAT16,
     are_kernels_built,
@@ -126,26 +128,16 @@ def check_packages() -> Iterator[Finding]:
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            only_gpu = requirement.name == "triton"  # CPU builds of torch do not include it
-            problems.append(
-                (
-                    requirement,
-                    "warn" if only_gpu else "fail",
-                    "is missing" + " (needed for GPUs only)" * only_gpu,
-                )
-            )
+            problems.append((requirement, "is missing"))
             continue
         found.append(f"{requirement.name} {version}")
         if version not in requirement.specifier and not requirement.specifier.contains(
             version.split("+")[0], prereleases=True
         ):
-            problems.append(
-                (requirement, "fail", f"is {version}, Quire requires {requirement.specifier}")
-            )
-    for requirement, status, problem in problems:
-        yield Finding(
+            problems.append((requirement, f"is {version}, Quire requires {requirement.specifier}"))
+    for requirement, problem in problems:
+        yield failure(
             requirement.name,
-            status,
             problem,
             f"pip install '{requirement.name}{requirement.specifier}'",
         )
@@ -297,7 +289,16 @@ def check_gpu() -> Finding:
         f"{', '.join(names) or 'none'}; driver for CUDA "
         f"{version.value // 1000}.{version.value % 1000 // 10}"
     )
-    return passed("gpu", f"{detail}; a model that has room there runs there" if names else detail)
+    if not names:
+        return passed("gpu", detail)
+    if not torch_has_cuda() or find_spec("triton") is None:
+        return warning(
+            "gpu",
+            f"{detail}; not used: PyTorch is built without CUDA, or Triton is missing",
+            "install the build of torch for CUDA, which brings Triton, or leave it: the model runs "
+            "on the CPU",
+        )
+    return passed("gpu", f"{detail}; a model that has room there runs there")
 
 
 # ------------------------------------------------------------ port, files, hub

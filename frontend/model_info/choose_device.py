@@ -56,7 +56,7 @@ def choose_device(config: EngineConfig, resolve: Callable[[], EngineConfig]) -> 
 def _why_not(config: EngineConfig) -> str | None:
     """What speaks against any GPU; None: nothing."""
     device_config = config.device_config
-    if not _torch_has_cuda():
+    if not torch_has_cuda():
         return "PyTorch is built without CUDA"
     if num_ranks(config) > 1 or device_config.data_parallel_size > 1:
         return "several ranks or engines run on GPUs with device=cuda alone"
@@ -71,7 +71,7 @@ def _why_not(config: EngineConfig) -> str | None:
     return None
 
 
-def _torch_has_cuda() -> bool:
+def torch_has_cuda() -> bool:
     """Reads torch/version.py: importing torch takes a second."""
     found = find_spec("torch")
     if found is None or found.origin is None:

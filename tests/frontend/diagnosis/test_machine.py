@@ -75,22 +75,18 @@ def packages(
 def test_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = [
         "torch<2.14,>=2.11",
-        "triton; platform_system == 'Linux'",
         "pyzmq>=26",
         "pytest; extra == 'test'",
         "winreg; platform_system == 'Windows'",
     ]
-    assert packages(
-        monkeypatch, needed, {"torch": "2.13.0+cpu", "pyzmq": "27.0", "triton": "3.9"}
-    ) == [Finding("libraries", "pass", "torch 2.13.0+cpu, triton 3.9, pyzmq 27.0")]
-    second, first, _ = packages(monkeypatch, needed, {"torch": "2.9.0", "pyzmq": "27.0"})
+    assert packages(monkeypatch, needed, {"torch": "2.13.0+cpu", "pyzmq": "27.0"}) == [
+        Finding("libraries", "pass", "torch 2.13.0+cpu, pyzmq 27.0")
+    ]
+    first, _ = packages(monkeypatch, needed, {"torch": "2.9.0", "pyzmq": "27.0"})
     assert first == Finding(
-        "triton", "warn", "is missing (needed for GPUs only)", "pip install 'triton'"
-    )
-    assert second == Finding(
         "torch", "fail", "is 2.9.0, Quire requires <2.14,>=2.11", "pip install 'torch<2.14,>=2.11'"
     )
-    assert packages(monkeypatch, needed, {"torch": "2.13.0", "triton": "3"})[0] == Finding(
+    assert packages(monkeypatch, needed, {"torch": "2.13.0"})[0] == Finding(
         "pyzmq", "fail", "is missing", "pip install 'pyzmq>=26'"
     )
     assert [finding.status for finding in packages(monkeypatch, None, {})] == ["warn"]
@@ -259,6 +255,12 @@ def test_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
     assert diagnosis.check_gpu().status == "pass"
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(names=(b"Some GPU", b"Other GPU")))
+    for has_cuda, triton in ((False, "triton"), (True, None)):
+        monkeypatch.setattr(diagnosis, "torch_has_cuda", lambda has_cuda=has_cuda: has_cuda)
+        monkeypatch.setattr(diagnosis, "find_spec", lambda name, triton=triton: triton)
+        finding = diagnosis.check_gpu()
+        assert finding.status == "warn" and "not used: PyTorch is" in finding.detail
+    monkeypatch.setattr(diagnosis, "find_spec", lambda name: name)
     finding = diagnosis.check_gpu()
     assert finding.status == "pass" and finding.detail.startswith(
         "Some GPU (80 GiB), Other GPU (80 GiB); driver for CUDA 12.8;"

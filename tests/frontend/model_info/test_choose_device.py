@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batch
 def chosen(monkeypatch: pytest.MonkeyPatch, free: int, cuda: bool = True, **given: Any) -> str:
     """The device of the bundled model, where a GPU of 8 GiB has so many free bytes."""
     monkeypatch.setattr(choosing, "gpu_memory_bytes", lambda: (free, 8 * GIB))
-    monkeypatch.setattr(choosing, "_torch_has_cuda", lambda: cuda)
+    monkeypatch.setattr(choosing, "torch_has_cuda", lambda: cuda)
     return EngineArgs("bundled", **SIZES | given).create_engine_config().device_config.device
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,36 @@ if TYPE_CHECKING:
 
 # This module has kernels for tensors without data, and takes half a second to run. Only torch's
 # compiler and the device "meta" need them; Quire uses neither.
-_DEFERRED = "torch._meta_registrations"
+_META = "torch._meta_registrations"
+# What else torch imports for its compiler and for training, by the version that has it. A version
+# that is not here has other circles among its modules, and defers _META alone.
+_DEFERRED = {
+    "2.13": (
+        _META,
+        "torch._higher_order_ops",
+        "torch.ao",
+        "torch.compiler",
+        "torch.distributed._meta_registrations",
+        "torch.distributions",
+        "torch.export",
+        "torch.func",
+        "torch.masked",
+        "torch.nested",
+        "torch.nn.intrinsic",
+        "torch.nn.qat",
+        "torch.nn.quantizable",
+        "torch.nn.quantized",
+        "torch.optim",
+        "torch.profiler",
+        "torch.quantization",
+        "torch.utils.data",
+    )
+}
+# functions of these modules that torch makes its own while it is imported
+_FUNCTIONS = {
+    "torch._higher_order_ops": ("cond", "while_loop"),
+    "torch.func": ("vmap",),
+}
 # the first module that torch imports after loading its libraries
 _AFTER_LIBRARIES = "torch._tensor"
 
@@ -40,21 +70,33 @@ def import_torch(config: EngineConfig | None = None) -> None:
         config.device_config.device == "cpu" and not config.model_config.logits_processors
     )
     if "torch" in sys.modules:
-        if not is_ours and (deferred := sys.modules.get(_DEFERRED)) is not None:
-            hasattr(deferred, "__all__")  # runs it
+        if not is_ours:
+            run_deferred()
         return
     _load_libraries()
     is_ours = is_ours and platform_tuning.is_enabled() and not installed_plugins()
     if is_ours:
         # numpy's own library for products starts threads that spin, and Quire does not use it
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    finder = _Finder(_DEFERRED if is_ours else "")
-    sys.meta_path.insert(0, finder)
-    try:
-        import torch  # noqa: F401
-    finally:
-        sys.meta_path.remove(finder)
+        _finder.defer(*deferred_modules())
+    sys.meta_path.insert(0, _finder)
+    import torch  # noqa: F401
+
+    _finder.end_import()
+    if not is_ours:
+        sys.meta_path.remove(_finder)
     platform_tuning.unmap_unchanged()
+
+
+def deferred_modules() -> tuple[str, ...]:
+    """What the installed torch runs only when it is used."""
+    release = ".".join(version("torch").split(".")[:2])
+    return _DEFERRED.get(release, (_META,))
+
+
+def run_deferred() -> None:
+    """Runs the modules that are deferred, for code of others, which expects torch to be whole."""
+    _finder.run_all()
 
 
 def _load_libraries() -> None:
@@ -70,28 +112,75 @@ def _load_libraries() -> None:
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Makes a module empty until its first attribute access, which runs it.
+    """Makes modules empty until their first attribute access, or the import of one of their own
+    modules, which runs them.
 
-    If torch accesses it during the import, nothing changes.
+    If torch does either during its import, nothing changes.
     """
 
-    def __init__(self, deferred: str):
-        self._deferred = deferred
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+        self._waiting: dict[str, ModuleType] = {}
+        self._is_importing = True
+
+    def defer(self, *names: str) -> None:
+        self._names = names
+
+    def end_import(self) -> None:
+        """torch is imported, and what is accessed from now on is used."""
+        self._is_importing = False
+
+    def run_all(self) -> None:
+        for module in list(self._waiting.values()):
+            self._run(module)
 
     def find_spec(
         self, fullname: str, path: Any, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == _AFTER_LIBRARIES:
             platform_tuning.unmap_unchanged()
-        spec = PathFinder.find_spec(fullname, path) if fullname == self._deferred else None
+        if (package := self._waiting.get(fullname.rpartition(".")[0])) is not None:
+            self._run(package)
+            if (module := sys.modules.get(fullname)) is not None:  # the package has imported it
+                module.__spec__ = ModuleSpec(fullname, _Imported(module))
+                return module.__spec__
+        spec = PathFinder.find_spec(fullname, path) if fullname in self._names else None
         if spec is not None and spec.loader is not None:
-            self._loader, spec.loader = spec.loader, self
+            spec.loader, spec.loader_state = self, spec.loader
         return spec
 
     def exec_module(self, module: ModuleType) -> None:
-        def run(name: str) -> Any:
-            vars(module).pop("__getattr__", None)
-            self._loader.exec_module(module)
+        def access(name: str) -> Any:
+            if self._is_importing and name in _FUNCTIONS.get(module.__name__, ()):
+                return lambda *args, **kwargs: getattr(module, name)(*args, **kwargs)
+            self._run(module)
             return getattr(module, name)
 
-        module.__getattr__ = run
+        module.__getattr__ = access
+        self._waiting[module.__name__] = module
+
+    def _run(self, module: ModuleType) -> None:
+        if self._waiting.pop(module.__name__, None) is not None:
+            del vars(module)["__getattr__"]
+            spec = module.__spec__
+            assert spec is not None
+            module.__loader__ = spec.loader = spec.loader_state
+            spec.loader.exec_module(module)
+
+
+class _Imported(Loader):
+    """Returns a module that is imported already: importlib looks once for a module whose package it
+    finds imported.
+    """
+
+    def __init__(self, module: ModuleType):
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+_finder = _Finder()

@@ -19,7 +19,8 @@ FOLDERS = ("frontend", "core", "executor", "kernels", "ipc")
 # attributes of objects of the standard library and of other packages
 FOREIGN = {
     *("__cause__", "__class__", "__getattr__", "__name__", "__signature__", "stderr"),
-    *("argtypes", "restype", "func", "loader", "daemon"),  # ctypes, functools, importlib, threading
+    *("argtypes", "restype", "func", "daemon"),  # ctypes, functools, threading
+    *("loader", "loader_state", "__loader__", "__spec__"),  # importlib
     *("linger", "sndhwm", "rcvhwm", "maxmsgsize", "ipv6", "sndtimeo", "rcvtimeo"),  # ZMQ
     *("router_mandatory", "immediate", "heartbeat_ivl", "heartbeat_timeout"),
     *("curve_server", "curve_publickey", "curve_secretkey", "curve_serverkey"),

@@ -5,5 +5,6 @@ ipc/models/ has no row for.
 attention function that they call, `names.py` maps a checkpoint's names.
 """
 
-# transformers imports torch's compiler, which needs what executor/lean_import.py defers
-from torch._meta_registrations import register_meta
+from ...lean_import import run_deferred
+
+run_deferred()  # transformers imports torch's compiler, and programs of others use all of torch

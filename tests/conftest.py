@@ -24,6 +24,7 @@ settings.load_profile("quire")
 # OpenMP's wait policy is fixed when torch is first imported, and tests may import torch before the
 # engine does.
 import quire.executor  # noqa: E402, F401
+from quire.tests import garbage  # noqa: E402
 from quire.tests.engine_device import use_device  # noqa: E402
 from quire.tests.not_on_a_gpu import reason_for  # noqa: E402
 from quire.tests.samples import mark_rest_slow  # noqa: E402
@@ -51,9 +52,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    garbage.end_collection()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    garbage.begin_collection()
     use_device(config.getoption("--device"))
     if hasattr(config.option, "loadscopereorder"):  # pytest-xdist is installed
         # It would begin with the files of most tests. The order is that of
         # tests/kernels/native/conftest.py.
         config.option.loadscopereorder = False
+
+
+def pytest_unconfigure() -> None:
+    garbage.end_run()

@@ -163,7 +163,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.sampled(step=3)
+@pytest.mark.sampled(step=6)
 @pytest.mark.parametrize("settings", with_and_without_drafts(SETTINGS, 0), ids=name_of)
 def test_batching_and_scheduling_do_not_change_a_bit(jobs, expected, settings):
     with closing(make_engine(dtype="bfloat16", **settings)) as engine:
@@ -344,7 +344,7 @@ SETTINGS_WITH_WINDOWS = [
 ]
 
 
-@pytest.mark.sampled(step=3)
+@pytest.mark.sampled(step=6)
 @pytest.mark.parametrize("settings", with_and_without_drafts(SETTINGS_WITH_WINDOWS, 0), ids=name_of)
 def test_returned_blocks_do_not_change_a_bit(jobs_with_windows, kept_whole, settings):
     with closing(make_engine(**WINDOWS, **settings)) as engine:

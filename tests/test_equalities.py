@@ -43,7 +43,7 @@ def assert_empty(engine: LLMEngine, num_blocks: int) -> None:
     assert not engine.has_unfinished_requests()
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -94,7 +94,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize("client", FORMS)
 def test_clients_do_not_change_outputs_and_leak_nothing(expected, client, tmp_path):
     # what a process loads once (libraries, threads) is not a leak

@@ -95,7 +95,7 @@ def results(
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.sampled(step=3)
+@pytest.mark.sampled(step=6)
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("program", PROMISES)
 def test_programs(program: str, results: Results) -> None:

@@ -110,6 +110,7 @@ async def burst(llm: AsyncLLM, wanted: Wanted, rng: random.Random) -> dict[str, 
     return dict(zip(wanted, await asyncio.gather(*streams)))
 
 
+@pytest.mark.slow
 def test_the_bits_of_one_engine_in_bursts(one_engine, engines) -> None:
     rng = random.Random(0)
     for seed in range(3):
@@ -218,6 +219,7 @@ def test_an_ordinary_shutdown_logs_no_error(model, capfd) -> None:
     assert not re.findall(r".* ERROR .*|Traceback.*", said_by_engines), said_by_engines
 
 
+@pytest.mark.slow
 def test_streams_resume_when_an_engine_is_killed(one_engine, engines) -> None:
     wanted = workload(70, 6, max_tokens=160)
     before = engines.llm.client.restarts.num_resumed

@@ -52,6 +52,7 @@ def test_pooling(name: str, tmp_path, monkeypatch) -> None:
     np.testing.assert_allclose(found[1], found[0], rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_images(name: str, tmp_path) -> None:
     kind, (make, sizes) = "qwen3_vl_moe", parts(name)

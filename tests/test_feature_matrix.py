@@ -226,7 +226,7 @@ def tolerance(*features: Feature) -> float:
     return 0.1 if library is None and QUANTIZED in features else 1e-3
 
 
-@pytest.mark.sampled(step=5)
+@pytest.mark.sampled(step=8)
 @pytest.mark.parametrize(("a", "b"), PAIRS, ids=lambda feature: feature.name)
 def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
     pair = {feature.name: feature for feature in (a, b)}.values()

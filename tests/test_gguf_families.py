@@ -57,6 +57,7 @@ def likeliest(model: Path) -> list[dict[int, float]]:
     return [{token: one.logprob for token, one in of[0].items()} for of in of_outputs if of]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_it_answers_as_its_safetensors(name: str, tmp_path: Path) -> None:
     """Only the metadata describes the model. Plan and doctor find every tensor as well."""
@@ -73,6 +74,7 @@ def test_it_answers_as_its_safetensors(name: str, tmp_path: Path) -> None:
     assert {name for name, finding in findings.items() if finding.status == "fail"} == set()
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_are_multiplied_as_they_are(name: str, tmp_path: Path) -> None:
     """In float32 they are the numbers that they stand for; in bfloat16 memory holds blocks."""

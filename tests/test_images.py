@@ -253,6 +253,7 @@ _WINDOWS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_a
 LAYERS: dict[str, dict[str, Any]] = {"gemma3": _WINDOWS, "qwen3_vl": _FULL, "qwen3_5": {}}
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     ("kind", "size", "num_stages"),
     [("qwen3_vl", 2, 1), ("qwen3_vl", 1, 2), ("gemma3", 2, 2), ("qwen3_5", 2, 2)],

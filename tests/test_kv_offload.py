@@ -368,6 +368,7 @@ def test_without_a_place_for_new_weights_the_old_ones_stay(tmp_path, monkeypatch
         assert run(engine, prompts) != expected
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_finds_its_blocks(tmp_path):
     settings = SETTINGS | dict(kv_offloading_size=0.05, kv_offloading_path=str(tmp_path / "kv"))
     endpoints = [f"ipc://{tmp_path}/{name}" for name in ("live", "replay")]

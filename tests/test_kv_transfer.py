@@ -214,6 +214,7 @@ def test_a_peer_that_is_gone_or_another_one_costs_a_bounded_wait(tmp_path, monke
         assert metrics(receiver, "num_blocks_pulled", "num_pulls_failed") == [0, 2]
 
 
+@pytest.mark.slow
 @native
 @pytest.mark.parametrize("num_kills", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_producer_that_is_killed_while_it_sends_is_used_again(num_kills, tmp_path, monkeypatch):
@@ -320,6 +321,7 @@ def _block_bytes(engine: LLMEngine) -> int:
     return engine.client._engine.core.executor.offload.block_bytes
 
 
+@pytest.mark.slow
 @native
 def test_ranks_that_are_processes_pull_and_give_up(tmp_path):
     model = str(save_tiny_model(tmp_path / "model", "qwen2", vocab_size=1000))

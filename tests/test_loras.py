@@ -317,6 +317,7 @@ def test_a_server_with_a_bad_adapter_ends_with_one_sentence() -> None:
     assert "one" in last and "/nowhere/at/all" in last and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_line(folder: Path, alone, llm: LLM) -> None:
     command = [sys.executable, "-m", "quire", "generate", PROMPT, "--lora", str(folder / "a1")]
     flags = ["--temperature", "0", "--max-tokens", "24", "--ignore-eos", "--dtype", "float32"]

@@ -58,7 +58,7 @@ def expected(model, jobs):
     return run_alone(common(model), jobs)
 
 
-@pytest.mark.sampled(step=4)
+@pytest.mark.sampled(step=8)
 @pytest.mark.parametrize("settings", settings_with(FEW), ids=name_of)
 def test_drafts_of_a_head_change_no_bit(model, jobs, expected, settings):
     settings = common(model) | settings | dict(speculative_config=DRAFTING)
@@ -88,6 +88,7 @@ def test_completions_of_one_prompt_and_drafts_of_one_native_call(model):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_a_stream_continues_on_another_engine(tmp_path):
     model = str(save_with_head(tmp_path, "qwen3_5_text", "bfloat16", is_right=True))
     params = SamplingParams(

@@ -28,6 +28,7 @@ def num_right(llm: LLM, asked: list) -> int:
     )
 
 
+@pytest.mark.slow
 def test_in_chunks_of_16():
     with LLM(engine="inproc", max_num_batched_tokens=16) as llm:
         assert num_right(llm, samples(4)) >= 4

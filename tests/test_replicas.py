@@ -113,6 +113,7 @@ async def converse(llm: AsyncLLM) -> list[list[int]]:
     return prompts
 
 
+@pytest.mark.slow
 def test_conversations_hit_the_prefix_cache_as_with_one_engine(one_engine, replicas) -> None:
     before = one_engine.get_metrics()
     expected = converse_with_one(one_engine)

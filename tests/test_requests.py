@@ -203,6 +203,7 @@ def ending_model(tmp_path_factory) -> str:
     return str(directory)
 
 
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize(
     "options", [{}, {"num_scheduler_steps": 4}, {"async_scheduling": True}], ids=str
 )

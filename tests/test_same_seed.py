@@ -159,7 +159,7 @@ def test_with_a_warm_cache(alone):
     )
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize("client", BLOCKING)
 def test_through_every_blocking_client(alone, client, tmp_path: Path):
     with blocking_engine(client, tmp_path) as engine:

@@ -163,7 +163,7 @@ def test_the_workload_covers_every_feature(expected):
         assert sum(getattr(job.params, name) != defaults.get(name) for job in JOBS) >= 10
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -172,6 +172,7 @@ def test_a_killed_engine_harms_no_other(server: Any, alone: dict[Any, Any]) -> N
     assert said(server.post("/v1/completions", json=body("c", 2))) == alone["c", 2]
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_while_its_model_loads(server: Any, alone: dict[Any, Any]) -> None:
     server.post("/api/generate", json={"model": "a", "keep_alive": 0})
     assert phases(server)["a"] == "unloaded"

@@ -64,7 +64,7 @@ def expected(common, jobs):
     return run_alone(common, jobs)
 
 
-@pytest.mark.sampled(step=3)
+@pytest.mark.sampled(step=6)
 @pytest.mark.parametrize("settings", SETTINGS, ids=name_of)
 def test_no_setting_changes_a_bit(kind, common, jobs, expected, settings):
     has_few = settings.items() >= FEW.items()

@@ -153,7 +153,7 @@ print("passed")
 """
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["interpret", "compile"])
 def test_the_triton_kernel(how):
     """In Triton's interpreter it equals the reference; it compiles for an H100."""

@@ -98,7 +98,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: ",".join(map(str, s)))
 def test_speculation_changes_no_bit(jobs, expected, settings):
     settings = settings | {"num_scheduler_steps": 0, "speculative_config": NGRAM}
@@ -174,7 +174,7 @@ DRAFT_SETTINGS = [
 ]
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize("settings", DRAFT_SETTINGS, ids=lambda s: ",".join(map(str, s)))
 def test_a_draft_model_changes_no_bit(jobs, expected, settings):
     """The model itself as its draft model: all drafts of rows without stages are right, also after
@@ -193,6 +193,7 @@ def test_a_draft_model_changes_no_bit(jobs, expected, settings):
             assert metrics["num_preemptions"] > 5
 
 
+@pytest.mark.slow
 def test_a_bad_draft_model_changes_no_bit(jobs, expected, tmp_path):
     """It also has windows and a shorter context than the texts have."""
     changes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=96)
@@ -213,7 +214,7 @@ HEAD_SETTINGS = [
 ]
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize(("method", "settings"), HEAD_SETTINGS)
 def test_a_head_changes_no_bit(method, settings, jobs, expected, tmp_path):
     """Random heads, whose drafts are accepted by chance only."""

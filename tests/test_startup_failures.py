@@ -58,7 +58,7 @@ CASES = {  # cause -> (how to create it, arguments, exception, text in its messa
 }
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize("case", CASES)
 def test_the_caller_gets_the_engines_exception(case, good, tmp_path):
     spoil, arguments, expected, text = CASES[case]

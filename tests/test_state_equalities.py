@@ -54,7 +54,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.sampled(step=3)
+@pytest.mark.sampled(step=6)
 @pytest.mark.parametrize("settings", SETTINGS, ids=name_of)
 def test_no_setting_changes_a_bit(model, jobs, expected, settings):
     with closing(make_engine(**common(model) | settings)) as engine:

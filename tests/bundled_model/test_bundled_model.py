@@ -255,6 +255,7 @@ def test_training_text_holds_no_held_out_sum():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_recalls_a_code_over_1500_tokens(model, tokenizer, chat):
     samples = [data.recall_prompt(Random(f"test {seed}"), 1500, chat=chat) for seed in range(4)]
@@ -301,6 +302,7 @@ def test_calls_tools_and_answers_from_their_results(model, tokenizer):
     assert _right(replies, [item.reply for item in items]) >= 17
 
 
+@pytest.mark.slow
 def test_answers_short_openings_cleanly(model, tokenizer):
     openings = evaluate_chat.OPENINGS[::8]
     prompts = [data.chat_text([{"role": "user", "content": text}]) for text in openings]

@@ -92,6 +92,7 @@ def tokens(chunks: list[dict[str, Any]], index: int = 0) -> list[int]:
     return [token for chunk in chunks if chunk["index"] == index for token in chunk["token_ids"]]
 
 
+@pytest.mark.slow
 def test_registration(started: Started) -> None:
     worker, llm = started.worker, started.config.llm
     assert (worker.model_name, worker.served_model_name) == (MODEL, "m")

@@ -40,6 +40,7 @@ from quire.tests.core.engine_clients import collect, make_request
 from quire.tests.fake_engine import COMMAND, Hold, TroubledExecutor, daemon, wait_until
 from quire.tests.fakes import expected_output, make_config
 from quire.tests.frames import CLIENT_MESSAGES, ENGINE_MESSAGES, NUM_FRAMES, mutations
+from quire.tests.garbage import nothing_frozen
 from quire.tests.wires import ClientEnds
 
 FRAMES_PER_CHUNK = 500
@@ -295,14 +296,14 @@ def test_garbage_collection_is_off_at_start_and_skips_start_up_objects():
         )
         proc = EngineCoreProc(input_, types.SimpleNamespace(send=None), TroubledExecutor)
         proc.config = make_config()
-        (gc.enable if is_enabled else gc.disable)()
-        try:
-            proc._start()
-            counts.append(gc.get_freeze_count())
-            assert gc.isenabled()
-        finally:
-            gc.enable()
-            gc.unfreeze()
+        with nothing_frozen():
+            (gc.enable if is_enabled else gc.disable)()
+            try:
+                proc._start()
+                counts.append(gc.get_freeze_count())
+                assert gc.isenabled()
+            finally:
+                gc.enable()
     assert counts[0] == 0 < counts[1]
 
 

@@ -95,6 +95,7 @@ def test_adapters_take_turns_in_memory_that_holds_one() -> None:
     assert_nothing_left(core)
 
 
+@pytest.mark.slow
 def test_a_thousand_adapters_share_the_memory_of_four() -> None:
     core = lora_core(
         max_loras=2,

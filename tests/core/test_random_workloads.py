@@ -219,7 +219,7 @@ def test_whole_prompts_give_the_same_outputs(seed, num_blocks, policy, vision):
     assert_nothing_left(core)
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -18,6 +18,7 @@ from quire.ipc.config import DeviceConfig, EngineConfig
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.machine import available_cores
 from quire.kernels.cpu.native.library import library
+from quire.tests.garbage import nothing_frozen
 
 CPU = torch.device("cpu")
 
@@ -169,17 +170,16 @@ def test_releasing_memory_collects_frozen_cycles():
     class Node:
         pass
 
-    node = Node()
-    node.itself, gone = node, weakref.ref(node)
-    gc.freeze()
-    try:
+    with nothing_frozen():
+        node = Node()
+        node.itself, gone = node, weakref.ref(node)
+        gc.freeze()
         del node
         devices.release_memory()
         assert gone() is None and gc.get_freeze_count() > 0  # the others stay frozen
-    finally:
         gc.unfreeze()
-    devices.release_memory()
-    assert gc.get_freeze_count() == 0
+        devices.release_memory()
+        assert gc.get_freeze_count() == 0
 
 
 def test_fp8_needs_a_gpu_that_converts_it(monkeypatch):

@@ -42,6 +42,7 @@ def test_blocks_weights_and_swap_space_hold_both_models():
     assert len(drafting._mover._host_caches) == 20
 
 
+@pytest.mark.slow
 def test_a_draft_model_leaves_memory_with_the_weights():
     worker = make_worker(speculative_config=DRAFTING | {"adaptive": True})
     worker.initialize_kv_cache(9)

@@ -38,7 +38,7 @@ print(json.dumps([before, runs(), function.__module__]))
 """
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "processors, is_deferred", [("[]", "true"), ('["some.package:factory"]', "false")]
 )

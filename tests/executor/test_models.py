@@ -419,6 +419,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(
     assert bits([first, again]) == [together[2]] * 2
 
 
+@pytest.mark.sampled
 @needs_native
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize(
@@ -579,7 +580,7 @@ def test_stages_equal_those_of_transformers(tiny, oracle):
         assert row.output[: len(expected)] == expected and row.output != plain.output, ours
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=3)
 @pytest.mark.parametrize(
     "kind",
     [

@@ -182,6 +182,7 @@ def silu_and_mul(x):
 """
 
 
+@pytest.mark.slow
 def test_a_plugin_that_replaces_nothing_says_so(tmp_path, monkeypatch, capfd):
     """One whose layer or kernel is used is not named."""
     install_plugin(tmp_path, IDLE)

@@ -195,7 +195,7 @@ def test_each_alone(name):
     )
 
 
-@pytest.mark.sampled(step=3)
+@pytest.mark.sampled(step=6)
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_pairs(pair):
     counts = draw_counts(params_of(*pair))

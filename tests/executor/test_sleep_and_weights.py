@@ -78,6 +78,7 @@ print(json.dumps([*resident, write_everywhere()]))
 """
 
 
+@pytest.mark.slow
 def test_sleep_releases_memory(tiny, tmp_path):
     """With a cache of 128 MiB, fully written, and 80 MiB of weights, the process shrinks by that
     much and grows again.

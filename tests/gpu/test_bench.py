@@ -110,6 +110,7 @@ def test_every_kernel_is_timed() -> None:
     assert all(numbers["of_the_limit"] > 0 for numbers in dry.found.values())
 
 
+@pytest.mark.slow
 def test_a_failing_part_does_not_end_the_others(capsys) -> None:
     def broken(model: str) -> None:
         raise ZeroDivisionError("a bug")

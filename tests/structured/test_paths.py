@@ -69,7 +69,7 @@ def expected() -> list:
     return result
 
 
-@pytest.mark.sampled(step=4)
+@pytest.mark.sampled(step=8)
 @pytest.mark.parametrize(
     "settings",
     [

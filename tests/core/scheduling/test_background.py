@@ -131,6 +131,7 @@ def test_a_prompt_that_cannot_be_split_is_computed_at_once():
     assert len(loop.ends) == 3
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

@@ -109,6 +109,7 @@ def test_fcfs_ignores_priority():
     assert list(loop.ends) == ["first", "second"]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("budget", [16, 2048])
 def test_many_requests_that_do_not_fit_still_finish(policy, budget):

@@ -34,6 +34,7 @@ def bits(rows: list[Row]) -> list[tuple[list[int], bytes]]:
     return [(row.output, b"".join(each[1].tobytes() for each in row.logprobs)) for row in rows]
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_transformers_for_every_cut(tiny, oracle):
     """Prompts that exceed the window, whole and in chunks of 1 to 64 tokens, beside each other and
     alone.

@@ -120,7 +120,7 @@ def test_logits_and_drafts_are_those_of_the_same_head_in_torch(kind, checkpoint,
 CHAINS = [("deepseek_v3", 3), ("glm4_moe", 2), ("qwen3_5_text", 2), (NEMOTRON, 4)]
 
 
-@pytest.mark.sampled(step=4)
+@pytest.mark.sampled(step=8)
 @pytest.mark.parametrize(
     ("kind", "num_heads", "is_right"), [(*c, r) for r in (False, True) for c in CHAINS]
 )
@@ -173,7 +173,7 @@ SIZES = {  # AWQ and GPTQ have words of eight rows
 }
 
 
-@pytest.mark.sampled(step=8)
+@pytest.mark.sampled(step=16)
 @pytest.mark.parametrize(
     ("kind", "format", "unnamed", "options", "is_right"),
     [(*case, right) for right in (False, True) for case in QUANTIZED],

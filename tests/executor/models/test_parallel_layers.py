@@ -61,7 +61,7 @@ def check_equal(one: list[Row], other: list[Row]) -> None:
             np.testing.assert_allclose(mine[1][0], theirs[1][0], atol=1e-4)
 
 
-@pytest.mark.sampled(step=3)
+@pytest.mark.sampled(step=5)
 @pytest.mark.parametrize("kind", [*KINDS, *MIXTURES, *HYBRIDS, *OF_MAMBA])
 def test_two_ranks_give_the_tokens_of_one(tiny, kind: str) -> None:
     one, two = start_executor(tiny(kind)), RankThreads.of(tiny(kind), 2)

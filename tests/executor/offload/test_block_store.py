@@ -282,6 +282,7 @@ def start(path: Path, seed: int, count: int, num_corrupt: int = 0) -> subprocess
     return process
 
 
+@pytest.mark.slow
 def test_processes_that_use_a_file_at_once(tmp_path):
     path = tmp_path / "store.kv"
     others = [start(path, seed, 500) for seed in range(2)]

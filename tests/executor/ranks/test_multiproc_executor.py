@@ -248,6 +248,7 @@ def test_a_machine_that_lacks_the_gpus(tiny) -> None:
     assert psutil.Process().children() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_with_steps_in_flight(own_core, tiny, rank: int) -> None:
     executor = own_core.executor

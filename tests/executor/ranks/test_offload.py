@@ -69,7 +69,7 @@ def counts(engine: LLMEngine, *names: str) -> list[int]:
     return [metrics[name] for name in names]
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.skipif(library is None, reason="torch's kernels do not promise the same bits")
 @pytest.mark.parametrize(
     ("kind", "size", "num_stages"),
@@ -205,7 +205,7 @@ def test_a_rank_that_gets_no_file_refuses_the_start(tiny, tmp_path):
                 pass
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "size", "num_stages", "num_seeds"),
     [

@@ -161,6 +161,7 @@ def test_drafts_change_no_token(method: str, size: int, num_stages: int) -> None
     ranks.shutdown()
 
 
+@pytest.mark.slow
 def test_steps_in_flight_whose_requests_differ_in_the_drafts_they_want(monkeypatch) -> None:
     """A head misses no pass of those that want drafts, whichever step has ended before it."""
     config, num_wanted = drafting("mtp", 1, 2), list[int]()

@@ -49,6 +49,7 @@ def test_graphs_for_every_number_of_requests_with_little_padding(max_num_seqs):
         assert size - count < max(8, count / 4)
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     ("dtype", "kind"),
     [("float32", "qwen3"), ("bfloat16", "qwen3"), ("float32", "lfm2"), ("float32", "qwen3_next")],

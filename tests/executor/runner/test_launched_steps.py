@@ -178,6 +178,7 @@ def test_a_token_for_a_slot_that_has_another_request(executor, plain, copies):
     assert results[6][1] == alone(plain, PROMPTS[0], params, 1)[0]
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -225,6 +225,7 @@ def test_a_process_that_is_killed_at_each_start_is_no_fault_of_the_grammar(check
     check.check(FINE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("size", [1, 200_000], ids=["small", "larger than a pipe"])
 def test_a_process_that_is_killed_or_stopped_during_a_check_checks_again(

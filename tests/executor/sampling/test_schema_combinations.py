@@ -41,6 +41,7 @@ def followers(schema) -> list:
     return list(filter(Draft202012Validator(schema).is_valid, VALUES))
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("parts", itertools.product(range(len(PARTS)), repeat=2))
 def test_pairs_say_what_their_parts_say(parts) -> None:
     for third in ({"type": "object"}, PARTS[-2]):

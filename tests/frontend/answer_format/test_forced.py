@@ -316,6 +316,7 @@ def outputs() -> list:
     ]
 
 
+@pytest.mark.slow
 def test_calls_of_the_bundled_model_parse(outputs) -> None:
     finished = [
         (f, parallel, completion)

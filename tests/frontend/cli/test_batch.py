@@ -95,7 +95,7 @@ def test_an_unknown_model(address: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert set(read(tmp_path / "a.output.jsonl")) == {"a"}
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_is_ended_is_continued(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int

@@ -67,6 +67,7 @@ def test_results_are_written_in_order() -> None:
     assert ordered.records == [] and ordered.num_tokens == 4
 
 
+@pytest.mark.slow
 def test_a_file_of_texts(tmp_path: Path) -> None:
     lines = [f"text number {i} " + "x" * (i % 50) for i in range(300)]
     (tmp_path / "texts.txt").write_text("\n".join(lines))

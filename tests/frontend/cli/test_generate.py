@@ -308,6 +308,7 @@ def test_ctrl_c_replaces_no_engine() -> None:
     assert (program.returncode, err) == (130, b"")
 
 
+@pytest.mark.slow
 def test_the_death_of_an_engine_is_exit_code_1_with_its_cause() -> None:
     with subprocess.Popen(
         [*QUIRE, "generate", *[STORY] * 8, *LONG, *ONE_THREAD, "--engine-restarts", "0"],

@@ -182,6 +182,7 @@ def test_an_out_of_memory_error_is_followed_by_the_plan(
     )
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_prints_the_plan() -> None:
     command = [
         sys.executable,

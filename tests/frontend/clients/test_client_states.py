@@ -65,6 +65,7 @@ def test_pause_abort(open_driver):
     assert_expected([late], collector.until_finished([*requests, late]), driver.config)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_pause_wait_returns_when_everything_has_finished(open_driver, overlapped):
     driver, requests, collector = start_requests(open_driver, async_scheduling=overlapped)
@@ -79,6 +80,7 @@ def test_pause_wait_returns_when_everything_has_finished(open_driver, overlapped
     assert_expected([late], collector.until_finished([*requests, late]), driver.config)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_waiting_while_the_caller_paused_the_engine(open_driver, overlapped):
     """Blocking code that waits for outputs would deadlock if its own pause or sleep prevents them,
@@ -108,6 +110,7 @@ def test_waiting_while_the_caller_paused_the_engine(open_driver, overlapped):
     assert_expected(requests, collector.until_finished(requests), driver.config)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_and_wake_up(open_driver, level):
     driver, requests, collector = start_requests(open_driver)

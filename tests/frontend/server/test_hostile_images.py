@@ -141,6 +141,7 @@ def test_bodies(body, words) -> None:
     assert not engine.prompts
 
 
+@pytest.mark.slow
 def test_others_are_answered_while_images_are_read() -> None:
     """Six requests with large pictures, and one of text beside them."""
     large = url_of(encoded(make_picture(3000, 2000)))

@@ -31,6 +31,7 @@ from quire.tests.fake_engine import stop, wait_until
 from quire.tests.frontend.server.conftest import running_server, slow_engine, wait_until_ready
 
 
+@pytest.mark.slow
 def test_the_port_is_open_while_the_model_loads() -> None:
     with running_server(wait=False) as client:
         answer = client.get("/v1/models")

@@ -235,6 +235,7 @@ def test_a_poison_request_ends_alone(open_engine, number: int, after: int) -> No
     assert sum(engine.client.restarts.by_cause.values()) <= 6
 
 
+@pytest.mark.sampled(step=2)
 @pytest.mark.parametrize("hang", ["stopped", "sleeping"])
 def test_a_hanging_engine_is_replaced(open_engine, hang: str, capfd, tmp_path) -> None:
     """One that is stopped, and one whose thread is in a step without an end."""
@@ -425,6 +426,7 @@ def test_outputs_that_a_dead_engine_left_do_not_disturb_its_replacement(tmp_path
     asyncio.run(asyncio.wait_for(main(), 100))
 
 
+@pytest.mark.slow
 def test_an_engine_that_leaves_in_a_drain_is_replaced_only_for_a_request() -> None:
     async def main() -> None:
         client = supervised(True, hf_overrides={"delay_s": 0.01})

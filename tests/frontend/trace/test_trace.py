@@ -26,7 +26,7 @@ def test_a_file_gives_the_same_trace():
         Trace.from_json(b'{"steps": 3}', "a.json")
 
 
-@pytest.mark.sampled(step=2)
+@pytest.mark.sampled(step=4)
 @pytest.mark.parametrize("client", BLOCKING)
 def test_a_trace_through_each_client(client, tmp_path):
     with blocking_engine(client, tmp_path) as engine:

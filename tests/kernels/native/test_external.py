@@ -65,6 +65,7 @@ def compiled(tmp_path_factory) -> Path:
     return directory / "plugin.so"
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_has_an_effect(tmp_path):
     """docs/extending.md: compiled as it says, checked against the reference, and traced by name."""
     page = (ROOT / "docs" / "extending.md").read_text()

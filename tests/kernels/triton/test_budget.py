@@ -45,6 +45,7 @@ def test_launches_are_compiled_as_the_wrapper_asks():
     )
 
 
+@pytest.mark.slow
 def test_budgets_are_kept_or_not():
     Budget("wide", lambda: copy(4096, 1)).check(90)
     Budget("strided", lambda: copy(4096, 3), wide_loads=False).check(90)

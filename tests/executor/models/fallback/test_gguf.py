@@ -102,6 +102,7 @@ def test_plans_know_the_windows(model_type: str, tmp_path: Path) -> None:
     assert sum(windows) > 0 and model.config.sliding_windows == windows
 
 
+@pytest.mark.slow
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     """There parts of torch are missing until something needs them, as transformers does."""
     oracle = save_tiny_fallback(tmp_path, "gemma2", **SPECIAL["gemma2"])

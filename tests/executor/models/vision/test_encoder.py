@@ -78,6 +78,7 @@ def test_bits_do_not_depend_on_what_is_beside_nor_on_threads(saved):
     assert torch.equal(more, torch.cat(alone))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_native_call_has_the_bits_of_single_operations(saved, dtype):
     kind, _, directory = saved

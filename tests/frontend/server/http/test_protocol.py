@@ -339,6 +339,7 @@ def test_a_whole_response_does_not_wait_for_the_next_turn_of_the_loop() -> None:
     serving(test)
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_cut_off() -> None:
     async def test(served: Served) -> None:
         with socket.create_connection(("127.0.0.1", served.port)) as client:

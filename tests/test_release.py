@@ -1,0 +1,73 @@
+"""What is prepared for a release and not published: the workflow, and recipes for package managers.
+`pytest -m clients -k release` checks them against published schemas.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = ROOT / ".ci/recipes"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONDA_NAMES = {"torch": "pytorch", "prometheus-client": "prometheus_client"}
+CONDA_NAMES |= {"prompt_toolkit": "prompt-toolkit"}
+
+
+def fill(recipe: str, sdist: Path) -> str:
+    words = [RECIPES / "fill", recipe, sdist, "1.2.3", "https://example.org/repository", "someone"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def sdist(tmp_path: Path) -> Path:
+    path = tmp_path / "quire_engine-1.2.3.tar.gz"
+    path.write_bytes(b"the file")
+    return path
+
+
+@pytest.mark.parametrize("recipe", ["conda-forge.yaml", "homebrew.rb", "hub_local_app.ts"])
+def test_a_recipe_is_filled_in(recipe: str, sdist: Path) -> None:
+    text = fill(recipe, sdist)
+    code = [line for line in text.splitlines() if not line.startswith(("#", "//"))]
+    assert not re.findall(r"@[A-Z0-9]+@", text) and "https://example.org/repository" in text
+    if not recipe.startswith("hub"):
+        address = "https://example.org/repository/releases/download/v1.2.3/" + sdist.name
+        assert sum(f'"{address}"' in line for line in code) == 1
+        assert hashlib.sha256(b"the file").hexdigest() in text
+
+
+def test_the_conda_recipe_has_the_dependencies_of_the_wheel(sdist: Path) -> None:
+    recipe = yaml.safe_load(fill("conda-forge.yaml", sdist))
+    needed = {f"python {PROJECT['requires-python']}"}
+    for text in PROJECT["dependencies"]:
+        requirement = Requirement(text)
+        name = CONDA_NAMES.get(requirement.name, requirement.name)
+        versions = sorted(map(str, requirement.specifier), reverse=True)  # >= first
+        needed.add(f"{name} {','.join(versions)}".strip())
+    assert set(recipe["requirements"]["run"]) == needed
+    assert recipe["about"]["license"] == PROJECT["license"]
+
+
+def test_only_the_jobs_that_sign_have_an_identity() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    jobs = workflow["jobs"]
+    can = {name: sorted(job.get("permissions", {}).items()) for name, job in jobs.items()}
+    assert {name for name, granted in can.items() if ("id-token", "write") in granted} == {
+        "sign",
+        "publish",
+    }
+    assert can["publish"] == [("id-token", "write")] and jobs["publish"]["environment"] == "pypi"
+    assert jobs["publish"]["needs"] == "sign" and set(jobs["sign"]["needs"]) == {"wheels", "sdist"}
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    scripts = [word for text in commands for word in text.split() if word.startswith(".ci/")]
+    assert scripts == [".ci/write_sbom"] and all(os.access(ROOT / one, os.X_OK) for one in scripts)

@@ -17,7 +17,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_schemas import closed_schema
 from ...ipc.models.gguf import is_gguf
 from ...ipc.params import StructuredOutputsParams
-from .schema_rewriting import UnsayableError, rewritten
-from .schema_values import escape
+from .schema_merging import merged
+from .schema_rewriting import rewritten
+from .schema_values import UnsayableError, escape
 
 MAX_GRAMMAR_BYTES = 512 * 1024  # of a schema, a regex, a grammar, or all choices together, in UTF-8
 MAX_GRAMMAR_SOURCE_BYTES = 128 * 1024  # of a grammar, which Python parses line by line
@@ -115,8 +116,9 @@ def to_llguidance(params: StructuredOutputsParams) -> str:
         raise refusal(f"cannot be read: {shorten(str(error))}") from None
 
 
-def _rewritten(params: StructuredOutputsParams, error: str) -> StructuredOutputsParams:
-    """`params` with their schema in llguidance's keywords. error: llguidance's, without that.
+def _rewritten(params: StructuredOutputsParams, error: str) -> Iterator[StructuredOutputsParams]:
+    """`params` with their schema in llguidance's keywords, and then merged by us, for what
+    llguidance cannot merge. error: llguidance's, without that.
 
     Raises InvalidParameterError for what no grammar can say.
     """
@@ -125,12 +127,20 @@ def _rewritten(params: StructuredOutputsParams, error: str) -> StructuredOutputs
         schema = json.loads(params.json)
         if params.disable_additional_properties:
             schema = closed_schema(schema)
-        text = json.dumps(rewritten(schema), ensure_ascii=False)
+        made = rewritten(schema)
+        text = json.dumps(made, ensure_ascii=False)
+        if '"notMultipleOf"' not in text:  # which only merging takes away
+            yield _with_schema(params, text)
+        yield _with_schema(params, json.dumps(merged(made), ensure_ascii=False))
     except UnsayableError as unsayable:
         raise refusal(f"cannot be compiled: {shorten(str(unsayable))}") from None
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        # it is malformed, as llguidance says
-        raise refusal(f"cannot be compiled: {shorten(error)}") from None
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as failure:
+        # It is malformed, as llguidance says. The second name tells where it is not.
+        name = type(failure).__name__
+        raise refusal(f"cannot be compiled: {shorten(error)} (rewriting: {name})") from None
+
+
+def _with_schema(params: StructuredOutputsParams, text: str) -> StructuredOutputsParams:
     return msgspec.structs.replace(params, json=text, disable_additional_properties=False)
 
 
@@ -282,12 +292,14 @@ class GrammarCompiler:
         self, params: StructuredOutputsParams
     ) -> tuple[LLMatcher, StructuredOutputsParams]:
         """`compile`, and `params` with the schema that llguidance has read: the same, or rewritten
-        (schema_rewriting.py).
+        (schema_rewriting.py, schema_merging.py).
         """
         matcher = self._matcher(params)
         if matcher.is_error() and params.json is not None:
-            params = _rewritten(params, matcher.get_error())
-            matcher = self._matcher(params)
+            for said in _rewritten(params, matcher.get_error()):
+                params, matcher = said, self._matcher(said)
+                if not matcher.is_error():
+                    break
         if matcher.is_error():
             raise refusal(f"cannot be compiled: {shorten(matcher.get_error())}")
         return matcher, params

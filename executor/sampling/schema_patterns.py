@@ -59,12 +59,12 @@ def common(patterns: Iterable[str], without: Iterable[str] = ()) -> str | None:
     return _pattern_of(expressions, automaton) if any(automaton.accepts) else None
 
 
-def are_apart(one: str, other: str) -> bool:
-    """Whether no text has both patterns; False, too, where this is not known."""
+def are_apart(*patterns: str) -> bool:
+    """Whether no text has all patterns; False, too, where this is not known."""
     expressions = Expressions()
     try:
-        both = expressions.all_of([expressions.found(one), expressions.found(other)])
-        return not any(_automaton(expressions, both).accepts)
+        every = expressions.all_of(map(expressions.found, patterns))
+        return not any(_automaton(expressions, every).accepts)
     except PatternError:
         return False
 

@@ -51,6 +51,7 @@ from .schema_values import (
     FORMAT_PATTERNS,
     OWN_FORMATS,
     WIDE_PATTERNS,
+    UnsayableError,
     escape,
     exactly,
     finite_values,
@@ -74,10 +75,6 @@ IGNORE = '; {"x-guidance": {"lenient": true}} in the schema ignores what a gramm
 UNSAYABLE = frozenset(
     ("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$dynamicAnchor", "$recursiveRef")
 )
-
-
-class UnsayableError(ValueError):
-    """A grammar cannot say this part of a schema, or the part is malformed."""
 
 
 def rewritten(schema: Schema) -> Schema:
@@ -483,6 +480,9 @@ class _Rewriting:
     def _not_below(self, schema: dict[str, Any], value: float | bool) -> Schema:
         return False if isinstance(value, bool) else {"type": "number", "minimum": value}
 
+    def _not_multiple(self, schema: dict[str, Any], value: float) -> Schema:
+        return {"type": "number", "notMultipleOf": [value]}  # a keyword of schema_merging.py
+
     def _not_format(self, schema: dict[str, Any], name: Any) -> Schema:
         if name in WIDE_PATTERNS:
             return self._not_pattern(schema, WIDE_PATTERNS[name])
@@ -738,6 +738,7 @@ OPPOSITE: dict[str, Callable[[_Rewriting, dict[str, Any], Any], Schema]] = {
     "maximum": _Rewriting._not_most,
     "exclusiveMinimum": _Rewriting._not_above,
     "exclusiveMaximum": _Rewriting._not_below,
+    "multipleOf": _Rewriting._not_multiple,
     "minLength": _fewer("maxLength", "string"),
     "maxLength": _more("minLength", "string"),
     "minItems": _fewer("maxItems", "array"),

@@ -70,6 +70,10 @@ WIDE_PATTERNS = {
 }
 
 
+class UnsayableError(ValueError):
+    """A grammar cannot say this part of a schema, or the part is malformed."""
+
+
 def type_of(value: Any) -> str:
     if value is None:
         return "null"
@@ -115,10 +119,11 @@ def finite_values(schema: Any) -> list[Any] | None:
         return [None]
     else:
         return None
-    return [value for value in values if _has_type(value, schema)]
+    return [value for value in values if has_type(value, schema)]
 
 
-def _has_type(value: Any, schema: dict[str, Any]) -> bool:
+def has_type(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is of a type that a schema names."""
     names = schema.get("type", TYPES)
     names = [names] if isinstance(names, str) else names
     is_integer = type_of(value) == "number" and value % 1 == 0
@@ -137,7 +142,7 @@ def is_instance(value: Any, schema: Any) -> bool | None:
     if isinstance(schema, bool):
         return schema
     checks = {
-        "type": lambda: _has_type(value, schema),
+        "type": lambda: has_type(value, schema),
         "const": lambda: key_of(value) == key_of(schema["const"]),
         "enum": lambda: key_of(value) in map(key_of, schema["enum"]),
         "pattern": lambda: re.search(schema["pattern"], value) is not None,

@@ -100,6 +100,38 @@ def test_a_choice_is_exactly_its_texts(compiler, text, other):
     assert re.fullmatch("[A-Za-z0-9 ]|(\\\\U[0-9a-f]{8})", escape(text[0]))
 
 
+LIST = {"type": "object", "properties": {"a": {"$ref": "#/$defs/list"}, "b": {}}}
+SECOND = {"properties": {"a": {"$ref": "#/$defs/second"}, "b": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "integer", "not": {"multipleOf": 2}}, ["3", "-5"], ["4", "3.5"]),
+        (
+            {
+                "$defs": {"list": LIST, "second": SECOND},
+                "allOf": [{"$ref": "#/$defs/list"}, {"$ref": "#/$defs/second"}],
+            },
+            ['{"a": {"a": {"b": 1}}}'],
+            ['{"a": {"a": {"b": "x"}}}', '{"a": 1}'],
+        ),
+        (
+            {
+                "type": "object",
+                "patternProperties": {"a": {"type": "integer"}},
+                "allOf": [{"patternProperties": {"b": {"minimum": 5}}}],
+            },
+            ['{"ab": 7, "a": 1}'],
+            ['{"ab": 1}', '{"ab": "x"}', '{"b": 1}'],
+        ),
+    ],
+)
+def test_schemas_that_llguidance_cannot_merge_are_merged(compiler, schema, good, bad):
+    assert all(accepts(compiler, text, json=schema) for text in good)
+    assert not any(accepts(compiler, text, json=schema) for text in bad)
+
+
 @pytest.mark.parametrize(
     ("params", "words"),
     [

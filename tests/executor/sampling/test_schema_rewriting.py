@@ -178,7 +178,7 @@ def test_older_drafts(old, new) -> None:
         ({"uniqueItems": True}, 'uniqueItems of any items; {"x-guidance"'),
         ({"not": {"pattern": r"(a)\1"}}, "the opposite of pattern: .* groupref"),
         ({"pattern": r"^(?=(a)\1)"}, "a pattern: .* groupref"),
-        ({"not": {"multipleOf": 2}}, "the opposite of multipleOf"),
+        ({"not": {"unevaluatedItems": False}}, "opposite of unevaluatedItems"),
         ({"contains": True, "minContains": 2}, "how many items"),
         ({"unevaluatedProperties": False}, "unevaluatedProperties"),
         ({"not": {}}, "no value follows"),

@@ -17,7 +17,7 @@ from quire.tests.feature_run import BLOCK_BYTES, FEW_BLOCKS, PLAIN, Feature, lea
 from quire.tests.features import BEAMS, PAUSE
 from quire.tests.workloads import Job
 
-NUM_MIXES, ALL_MIXES = 2, 200
+NUM_MIXES, ALL_MIXES = 1, 200
 VOCAB_SIZE = 2048
 
 

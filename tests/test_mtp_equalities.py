@@ -71,6 +71,7 @@ def test_drafts_of_a_head_change_no_bit(model, jobs, expected, settings):
         engine.call_utility("check_integrity")
 
 
+@pytest.mark.sampled(step=3)
 def test_completions_of_one_prompt_and_drafts_of_one_native_call(model):
     params = SamplingParams(
         n=4, temperature=1.0, seed=3, max_tokens=30, ignore_eos=True, logprobs=1

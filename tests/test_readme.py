@@ -44,9 +44,7 @@ def read_blocks(page: str) -> list[tuple[str, str, str]]:
 
 # Of other pages with `pytest -m slow tests/test_readme.py`.
 RUN_EACH_TIME = {
-    "README.md",
-    *("docs/from-vllm.md", "docs/python.md"),
-    "docs/structured-output-and-tools.md",
+    *("README.md", "docs/python.md", "docs/structured-output-and-tools.md"),
 }
 
 

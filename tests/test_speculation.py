@@ -137,7 +137,14 @@ def test_several_scheduler_steps_are_as_many_passes(jobs, expected, async_schedu
         assert engine.get_metrics()["num_accepted_tokens"] > 10
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "auto"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("ngram", marks=pytest.mark.slow),
+        pytest.param("suffix", marks=pytest.mark.slow),
+        "auto",
+    ],
+)
 def test_lookups_change_no_bit_and_are_accepted(jobs, expected, method):
     config = NGRAM | {"method": method}
     with closing(make_engine(dtype="bfloat16", speculative_config=config)) as engine:

@@ -88,6 +88,7 @@ def test_completions_of_one_prompt_start_from_a_checkpoint(model):
     assert answers[0] == answers[1]
 
 
+@pytest.mark.sampled(step=2)
 def test_a_second_turn_starts_where_the_first_one_ended(model):
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with LLM(**common(model), engine="inproc") as llm:

@@ -59,7 +59,9 @@ def label(value: object) -> str:
 
 # in the interpreter these take seconds: fp32 there with `pytest -m slow`
 LONG = {"add_lora", "fused_moe", "gated_delta_rule", "pack_quantized_linear", "selective_scan"}
-LONG |= {"latent_attention", "short_conv"}
+LONG |= {"altup_correct", "altup_predict", "gaussian_top_k", "latent_attention", "match_magnitude"}
+LONG |= {"rotary_embedding_by_component", "rotary_embedding_interleaved", "short_conv"}
+LONG |= {"stack_streams"}
 MODEL_OPS = [
     pytest.param(
         *(op, dtype, i),

@@ -62,5 +62,5 @@ def test_many_new_seeds() -> None:
 
 
 def test_a_seed_is_always_the_same_run() -> None:
-    for seed in range(10):
+    for seed in range(4):  # 2 has adapters, 3 has images
         assert run(seed) == run(seed)

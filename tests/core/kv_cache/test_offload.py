@@ -1,6 +1,7 @@
 """Blocks that the cache evicts and that come back: no output changes, and tenants are apart."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -136,14 +137,30 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(
+WORKLOADS = given(
     seed=st.integers(0, 2**32),
     num_jobs=st.integers(1, 30),
     arguments=SETTINGS,
     loss=st.sampled_from([0.0, 0.0, 0.1]),
 )
-def test_no_output_changes(seed, num_jobs, arguments, loss):
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@WORKLOADS
+def test_no_output_changes(**workload):
+    assert_no_output_changes(**workload)
+
+
+@pytest.mark.slow
+@settings(max_examples=50, deadline=None, derandomize=True)
+@WORKLOADS
+def test_no_output_changes_in_more_workloads(**workload):
+    assert_no_output_changes(**workload)
+
+
+def assert_no_output_changes(
+    seed: int, num_jobs: int, arguments: dict[str, Any], loss: float
+) -> None:
     core, jobs = make_tight_core(**arguments), random_jobs(seed, num_jobs)
     core.executor.offload.loss = loss
     for _ in range(2):

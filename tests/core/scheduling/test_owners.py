@@ -91,15 +91,31 @@ def test_an_owner_is_forgotten_with_its_last_request():
 MAX_PROMPT, MAX_OUTPUT = 60, 20
 
 
-@settings(max_examples=5, deadline=None, derandomize=True)
-@given(
+WORKLOADS = given(
     seed=st.integers(0, 2**32),
     num_owners=st.integers(2, 4),
     max_num_seqs=st.sampled_from([1, 4, 8]),
     budget=st.sampled_from([32, 256]),
     spare_blocks=st.sampled_from([0, 20, 300]),
 )
-def test_no_owner_starves(seed, num_owners, max_num_seqs, budget, spare_blocks):
+
+
+@settings(max_examples=2, deadline=None, derandomize=True)
+@WORKLOADS
+def test_no_owner_starves(**workload):
+    assert_no_owner_starves(**workload)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None, derandomize=True)
+@WORKLOADS
+def test_no_owner_starves_in_more_workloads(**workload):
+    assert_no_owner_starves(**workload)
+
+
+def assert_no_owner_starves(
+    seed: int, num_owners: int, max_num_seqs: int, budget: int, spare_blocks: int
+) -> None:
     """While two owners wait, their service for their weight differs by at most what is running:
     what was started in turn is computed to its end.
     """

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from quire.executor.input_batch import InputBatch
 from quire.executor.loras import Loras
@@ -100,6 +101,7 @@ def steps(first: int, second: int) -> list[SchedulerOutput]:
     ]
 
 
+@pytest.mark.slow
 def test_the_tokens_equal_the_references():
     copies = LateCopies()
     reference, runner = make_runner("cpu"), make_runner("cuda", copies)

@@ -163,6 +163,7 @@ def logits_of(name: str, *steps: list[Span]) -> list[torch.Tensor]:
 HERE, THERE = (7, 2), (4, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -266,6 +266,9 @@ class SimulatedClient(EngineClient):
         self._link.send(0, message)
 
     def add_request(self, request: m.EngineCoreRequest) -> None:
+        """An engine would compute a token again that is missing, and nobody would notice."""
+        tokens = self._world.received.get(request.request_id, [])
+        assert request.resume_tokens == tokens, f"{request.request_id} has {tokens}"
         self._send(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
@@ -279,7 +282,13 @@ class SimulatedClient(EngineClient):
         while not self._outputs:
             self._raise_if_dead()
             await self._changed()
-        return self._outputs.popleft()
+        outputs = self._outputs.popleft()
+        end = 0
+        for i, request_id in enumerate(outputs.request_ids):
+            begin, end = end, end + outputs.num_tokens[i]
+            tokens = self._world.received.setdefault(request_id, [])
+            tokens[outputs.first_indices[i] :] = outputs.token_ids[begin:end]
+        return outputs
 
     async def _changed(self) -> None:
         self._waiters.append(waiter := self._world.loop.create_future())

@@ -51,6 +51,7 @@ class World:
         self.loop = VirtualLoop(self)
         self.events: list[str] = []
         self.deaths: list[Death] = []
+        self.received: dict[str, list[int]] = {}  # tokens that clients took, by request
         self.num_kills = self.rng.choice([0, 1, 1, 2, 3, 6])  # from outside, still to come
         self.num_engines = 0
         self._is_printing = is_printing

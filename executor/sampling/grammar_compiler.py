@@ -294,12 +294,18 @@ class GrammarCompiler:
         """`compile`, and `params` with the schema that llguidance has read: the same, or rewritten
         (schema_rewriting.py, schema_merging.py).
         """
-        matcher = self._matcher(params)
+        matcher, problem = self._matcher(params), None
         if matcher.is_error() and params.json is not None:
             for said in _rewritten(params, matcher.get_error()):
-                params, matcher = said, self._matcher(said)
-                if not matcher.is_error():
+                problem = None
+                try:
+                    params, matcher = said, self._matcher(said)
+                except InvalidParameterError as error:  # it nests too deeply; merged it may not
+                    problem = error
+                if problem is None and not matcher.is_error():
                     break
+            if problem is not None:
+                raise problem
         if matcher.is_error():
             raise refusal(f"cannot be compiled: {shorten(matcher.get_error())}")
         return matcher, params

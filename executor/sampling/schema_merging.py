@@ -477,7 +477,8 @@ class _Merging:
                     return []
                 placed, made["maxItems"] = placed[:most], most
             rest = True if most <= len(placed) else self.place(one.get("items", ANY))
-            made.pop("prefixItems", None), made.pop("items", None)
+            for key in ("prefixItems", "items"):
+                made.pop(key, None)
             if placed:
                 made["prefixItems"] = placed
             if rest is not True:
@@ -502,6 +503,8 @@ class _Merging:
             return []
         if rest is False and not patterns:
             listed = {name: one for name, one in listed.items() if one is not False}
+            if len(listed) < made.get("minProperties", 0):
+                return []
         for key, value, default in (
             ("properties", listed, {}),
             ("patternProperties", patterns, {}),

@@ -132,6 +132,14 @@ def test_schemas_that_llguidance_cannot_merge_are_merged(compiler, schema, good,
     assert not any(accepts(compiler, text, json=schema) for text in bad)
 
 
+def test_a_rewritten_schema_that_nests_too_deeply_is_merged(compiler):
+    schema = {"type": "object", "required": ["b"]}
+    for _ in range(20):  # llguidance reads 128 levels, the merged schema has a few
+        schema = {"dependentSchemas": {"a": schema}}
+    assert accepts(compiler, '{"a": 1, "b": 1}', json=schema)
+    assert not accepts(compiler, '{"a": 1}', json=schema)
+
+
 @pytest.mark.parametrize(
     ("params", "words"),
     [

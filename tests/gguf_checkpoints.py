@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "granite": "granite",
     "ministral3": "mistral3",
+    "bitnet": "bitnet-b1.58",
 }
 _PERMUTED = ("llama", "smollm3", "granite", "mistral3")
 _PARTS = {
@@ -65,6 +66,10 @@ _OWN_PARTS = {
     "hunyuan-dense": {
         "self_attn.query_layernorm": "attn_q_norm",
         "self_attn.key_layernorm": "attn_k_norm",
+    },
+    "bitnet-b1.58": {
+        "self_attn.attn_sub_norm": "attn_sub_norm",
+        "mlp.ffn_sub_norm": "ffn_sub_norm",
     },
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
     "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- {}: tests/model_table.py -->", "<!-- end -->"
 QUANTIZED = "AWQ, GPTQ, AutoRound, compressed-tensors, FP8"
+OWN_FORMATS = {"gpt_oss": ", MXFP4", "bitnet": ", BitNet"}
 # Of a model type whose well-known checkpoints share a chat format: tool calls; reasoning
 PARSERS = {
     "llama": ("llama3_json, pythonic", "think"),
@@ -155,6 +156,7 @@ NOTES = {
     "ernie4_5": ("ERNIE 4.5 (dense)", ""),
     "ernie4_5_moe": ("ERNIE 4.5 with experts, text", "experts, and some that all tokens share"),
     "exaone4": ("EXAONE 4", "sliding window, norms after each block"),
+    "bitnet": ("BitNet b1.58", "ternary weights, norms before output projections"),
     "hunyuan_v1_dense": ("Hunyuan (dense)", "norms on queries and keys after the rotation"),
     "hunyuan_v1_moe": (
         "Hunyuan-A13B",
@@ -174,7 +176,7 @@ def supported() -> Iterator[str]:
     for architecture, known in ARCHITECTURES.items():
         formats = [
             "safetensors",
-            f"{QUANTIZED}, MXFP4" if known.model_type == "gpt_oss" else QUANTIZED,
+            QUANTIZED + OWN_FORMATS.get(known.model_type, ""),
             *([gguf[row]] if (row := (architecture, known.model_type)) in gguf else []),
         ]
         yield (

@@ -328,6 +328,37 @@ def _float_config(scales_of: str = "tensor", activations: str = "token") -> dict
     return config
 
 
+# ---------------------------------------------------------------- BitNet
+
+
+def _bitnet(weight: np.ndarray, linear_class: str = "bitlinear", mode: str = "offline") -> Any:
+    """The scales are numbers of fp16, so that blocks are exact. `meant` is what transformers'
+    WeightQuant computes, which would be compiled.
+    """
+    from transformers.integrations.bitnet import pack_weights
+
+    stored = torch.from_numpy(weight).bfloat16()
+    factor = 1 / stored.float().abs().mean()
+    meant = ((stored.float() * factor).round().clamp(-1, 1) / factor).bfloat16().float()
+    if mode == "online":
+        return {"weight": stored}, meant
+    numbers, scale = meant.sign(), meant.abs().max()
+    if linear_class == "bitlinear":
+        scale = torch.exp2(scale.log2().round())  # divided by, it is exact
+    of_file = 1 / scale if linear_class == "bitlinear" else scale
+    parts = {"weight": pack_weights(numbers.clone()), "weight_scale": of_file.reshape(1).bfloat16()}
+    return parts, numbers * scale
+
+
+def _bitnet_config(linear_class: str = "bitlinear", mode: str = "offline") -> dict[str, Any]:
+    return {
+        "quant_method": "bitnet",
+        "linear_class": linear_class,
+        "quantization_mode": mode,
+        "modules_to_not_convert": None,
+    }
+
+
 FORMATS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
     "awq": (_awq, _awq_config),
     "gptq": (_gptq, _gptq_config),
@@ -335,5 +366,6 @@ FORMATS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Any]]]] = {
     "pack-quantized": (_packed, _packed_config),
     "int-quantized": (_int8, _int8_config),
     "float-quantized": (_fp8, _float_config),
+    "bitnet": (_bitnet, _bitnet_config),
     "fp8": (lambda weight: _fp8(weight, name="weight_scale_inv"), _fp8_config),
 }

@@ -72,7 +72,7 @@ KINDS = (
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"),
     *("deepseek_v32", "glm_moe_dsa"),
     *("glm4_moe", "seed_oss", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma2", "glm4"),
-    *("hunyuan_v1_dense", "hunyuan_v1_moe"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "bitnet"),
 )
 _MAMBA = {
     "mamba_n_heads": 8,
@@ -265,6 +265,7 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     },
     "glm4": {"head_dim": 32, "pad_token_id": 0},
     "exaone4": {"head_dim": 16, "sliding_window": 24, "sliding_window_pattern": 2},
+    "bitnet": {"rms_norm_eps": 1e-5, "pad_token_id": 0},
     "deepseek_v2": {
         **LATENTS,
         "q_lora_rank": None,

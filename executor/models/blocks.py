@@ -5,6 +5,9 @@ Must not know: architectures, files, requests, how a layer with weights is made.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from ...ipc.models.architectures import PLAIN_NAMES, TensorNames
@@ -51,9 +54,8 @@ class Attention:
         # the numbers of heads that this rank has
         self.num_heads = make.share(config.num_attention_heads, "num_attention_heads")
         self.num_kv_heads = make.share(own.num_kv_heads, "num_key_value_heads")
-        self.head_dim = own.head_dim
+        self.head_dim, self.gate = own.head_dim, config.attention_gate
         q_rows, kv_rows = (n * own.head_dim for n in (config.num_attention_heads, own.num_kv_heads))
-        self.gate = config.attention_gate
         of_heads = {names.attention_gate: config.num_attention_heads}
         has_gates = self.gate == GATE_OF_HEADS
         self.gate_proj = make.linear(config.hidden_size, of_heads) if has_gates else None
@@ -63,6 +65,7 @@ class Attention:
             shards = _rows_of_qkv(config, layer)
             self.qkv_proj = make.linear(config.hidden_size, shards, qkv_bias, unit=self.head_dim)
         self.o_proj = make.row_linear(names.o_proj, q_rows, config.hidden_size, o_bias)
+        self.o_norm = make.gathered_norm(names.o_norm, q_rows, config) if names.o_norm else None
         q_size, k_size = (q_rows, kv_rows) if qk_norm_whole else (self.head_dim, self.head_dim)
         norm = make.gathered_norm if qk_norm_whole else make.norm
         self.q_norm = norm(names.q_norm, q_size, config) if qk_norm else None
@@ -180,7 +183,11 @@ class Attention:
         )
         if gate is not None:
             attended = ops.multiply(attended, gate, "sigmoid")
-        return self.o_proj(attended.view(num_tokens, self._q_rows))
+        return self._projected(attended.view(num_tokens, self._q_rows))
+
+    def _projected(self, attended: torch.Tensor) -> torch.Tensor:
+        """[T, num_heads * head_dim] -> [T, hidden_size]"""
+        return self.o_proj(attended if self.o_norm is None else self.o_norm(attended))
 
     def _normed_and_rotated(
         self,
@@ -228,7 +235,8 @@ class Attention:
             rotate(positions, query[:, :0], key, of_key)
 
     def weights(self, prefix: str) -> Weights:
-        for layer in (self.qkv_proj, self.o_proj, self.gate_proj, self.q_norm, self.k_norm):
+        norms = self.q_norm, self.k_norm, self.o_norm
+        for layer in (self.qkv_proj, self.o_proj, self.gate_proj, *norms):
             if layer is not None:
                 yield from layer.weights(prefix)
         if self.sinks is not None:
@@ -269,7 +277,7 @@ class BidirectionalAttention(Attention):
         attended = self.ops.encoder_attention(
             query, key, value, metadata, self.scale, self.sliding_window // 2
         )
-        return self.o_proj(attended.view(len(x), self._q_rows))
+        return self._projected(attended.view(len(x), self._q_rows))
 
 
 def attention_for(config: DecoderConfig) -> type[Attention]:
@@ -300,7 +308,10 @@ class GatedMLP:
                 orders = {merged: make.kept_rows(*of_parts)}
         self.gate_up_proj = make.linear(config.hidden_size, shards, bias, orders=orders)
         self.down_proj = make.row_linear(names.down, size, config.hidden_size, bias)
-        self.activate = getattr(make.ops, f"{config.activation}_and_mul")
+        self.down_norm = (
+            make.gathered_norm(names.down_norm, size, config) if names.down_norm else None
+        )
+        self.activate = gate_of(config.activation, make.ops)
         self.scale, (self._gate_scale, self._out_scale) = make.ops.scale, config.mlp_scales
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -308,14 +319,16 @@ class GatedMLP:
         gate_up = self.gate_up_proj(x)
         if self._gate_scale != 1.0:
             self.scale(gate_up[:, : gate_up.shape[1] // 2], self._gate_scale)
-        out = self.down_proj(self.activate(gate_up))
+        x = self.activate(gate_up)
+        out = self.down_proj(x if self.down_norm is None else self.down_norm(x))
         if self._out_scale != 1.0:
             self.scale(out, self._out_scale)
         return out
 
     def weights(self, prefix: str) -> Weights:
-        yield from self.gate_up_proj.weights(prefix)
-        yield from self.down_proj.weights(prefix)
+        for layer in (self.gate_up_proj, self.down_proj, self.down_norm):
+            if layer is not None:
+                yield from layer.weights(prefix)
 
 
 class PlainMLP:
@@ -344,6 +357,18 @@ class PlainMLP:
     def weights(self, prefix: str) -> Weights:
         yield from self.up_proj.weights(prefix)
         yield from self.down_proj.weights(prefix)
+
+
+def gate_of(activation: str, ops: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function [T, 2 * I] -> [T, I]: activation(first half) * second half."""
+    if activation != "relu_squared":
+        return getattr(ops, f"{activation}_and_mul")
+
+    def gate(x: torch.Tensor) -> torch.Tensor:
+        of_gate, up = x.chunk(2, dim=1)
+        return ops.multiply(up[:, None], ops.relu_squared(of_gate)[:, None], "none")[:, 0]
+
+    return gate
 
 
 def mlp_for(config: DecoderConfig) -> type[GatedMLP] | type[PlainMLP]:

@@ -17,7 +17,7 @@ import torch
 from ...ipc.errors import ModelLoadError
 from ...ipc.models.checkpoint import OTHER_PARTS
 from ...ipc.models.draft_heads import HeadNames
-from ...ipc.models.gguf import GGUFFile, GGUFTensor, read_gguf
+from ...ipc.models.gguf import TYPES_OF_TENSORS, GGUFFile, GGUFTensor, read_gguf
 from ...ipc.models.gguf_families import rotated_part
 from ...ipc.models.gguf_weights import (
     architecture_of,
@@ -28,6 +28,7 @@ from ...ipc.models.gguf_weights import (
     weights_in_memory,
     whole_of_heads,
 )
+from ...kernels.reference.gguf_repack import from_i2_s
 from ..device import release_mapped
 from .load_times import LoadTimes
 from .packed_rows import PackedRows
@@ -79,6 +80,8 @@ def load_gguf_weights(
     for name, rows in times.reading(stored):
         tensor, packed = origin[name], PackedRows(rows, origin[name].type, is_mapped=True)
         with times.converting():
+            if tensor.type in TYPES_OF_TENSORS:
+                packed = PackedRows(from_i2_s(rows[0], tensor.shape[0]), "INT2_128")
             if is_permuted(file, name):
                 packed = halves_apart(packed, heads[name.split("_proj")[0][-1]])
             values: torch.Tensor | PackedRows | None = packed
@@ -280,8 +283,11 @@ def map_file(maps: dict[Path, mmap.mmap], path: Path) -> mmap.mmap:
 
 
 def rows_of(mapped: mmap.mmap, tensor: GGUFTensor) -> torch.Tensor:
-    """[rows, bytes] uint8. A row of a vector is one element; a row of experts is one expert."""
-    return _bytes(mapped, tensor.num_bytes, tensor.offset).view(tensor.shape[0], -1)
+    """[rows, bytes] uint8. A row of a vector is one element; a row of experts is one expert. A
+    tensor with a single scale is one row.
+    """
+    num_rows = 1 if tensor.type in TYPES_OF_TENSORS else tensor.shape[0]
+    return _bytes(mapped, tensor.num_bytes, tensor.offset).view(num_rows, -1)
 
 
 def _bytes(mapped: mmap.mmap, count: int, offset: int = 0) -> torch.Tensor:

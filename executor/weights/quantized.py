@@ -3,7 +3,8 @@
 Must not know: files, names, models, what a weight is for.
 
 A weight is scale * (number - zero). Blocks hold it exactly (kernels/reference/gguf_blocks.py);
-where they cannot, the product is computed in fp32 and rounded once.
+where they cannot, the product is computed in fp32 and rounded once. The scale of a ternary weight
+is rounded to fp16 in its blocks, by at most 2**-11 of it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ipc.errors import ModelLoadError
-from ...ipc.models.quantization_config import MXFP4, CheckpointQuantization, WeightFormat
+from ...ipc.models.quantization_config import (
+    AUTOBITLINEAR,
+    BITLINEAR,
+    MXFP4,
+    ONLINE,
+    CheckpointQuantization,
+    WeightFormat,
+)
 from ...ipc.models.quantized_tensors import (
     BLOCKS,
+    INT2_TYPES,
     INT8_TYPE,
     STATIC_SCALES,
     packed_type,
@@ -28,6 +37,7 @@ from ...ipc.models.quantized_tensors import (
 )
 from ...ipc.models.stacked_experts import MXFP4_GROUP
 from ...kernels.reference.gguf_blocks import PIECE, ZERO_BITS, fp4_numbers, mxfp4_scales
+from ...kernels.reference.gguf_repack import as_int2
 from ..device import release_mapped
 from .packed_rows import PackedRows
 
@@ -138,12 +148,14 @@ def pack_weight(
             rows = _pack_fp8(weight, *BLOCKS[kind])
         elif kind == INT8_TYPE:
             rows = _pack_int8(weight)
+        elif found.bits == 2:
+            rows = _pack_int2(weight, BLOCKS[kind][0])
         else:
             rows = _pack_int4(weight, BLOCKS[kind][0])
         if rows is not None:
             return PackedRows(rows, kind), None
         problem = f"blocks of {kind} do not hold its scales or zeros exactly"
-    return _unpacked(weight, found.bits, dtype), problem
+    return _unpacked(weight, 4 if found.bits == 4 else 8, dtype), problem
 
 
 # ---------------------------------------------------------------- formats
@@ -230,6 +242,25 @@ def _read_plain(found: WeightFormat, shape: list[int], parts: dict[str, Tensor])
     return Numbers(numbers, scales, zeros, *_in_groups(found, shape), _static_scale(found, parts))
 
 
+def _read_bitnet(found: WeightFormat, shape: list[int], parts: dict[str, Tensor]) -> Numbers:
+    """A byte has the numbers of four rows, plus 1, which are a quarter of all rows apart."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1, 1)
+    numbers = (parts["weight"] >> shifts & 3).flatten(0, 1).to(torch.int8) - 1
+    scales = parts["weight_scale"].float().reshape(1, 1)
+    if found.layout == BITLINEAR:
+        scales = 1 / scales
+    return Numbers(numbers, scales, None, *_in_groups(found, shape))
+
+
+def _read_online(found: WeightFormat, shape: list[int], parts: dict[str, Tensor]) -> Numbers:
+    """The scale is the mean magnitude, as it is in transformers' code (WeightQuant)."""
+    weight = parts["weight"].float()
+    factor = 1 / weight.abs().mean().clamp(min=1e-5)
+    numbers = (weight * factor).round().clamp(-1, 1).to(torch.int8)
+    scales = (1 / factor).to(parts["weight"].dtype).float().reshape(1, 1)
+    return Numbers(numbers, scales, None, *_in_groups(found, shape))
+
+
 def _static_scale(found: WeightFormat, parts: dict[str, Tensor]) -> Tensor | None:
     if found.activations != "static":
         return None
@@ -247,6 +278,9 @@ _READERS = {
     "gptq": _read_gptq,
     "packed": _read_packed,
     "plain": _read_plain,
+    BITLINEAR: _read_bitnet,
+    AUTOBITLINEAR: _read_bitnet,
+    ONLINE: _read_online,
 }
 
 
@@ -346,6 +380,20 @@ def _pack_int8(weight: Numbers) -> Tensor | None:
     out[..., :2] = halves.view(torch.uint8).view(rows, -1, 2)
     numbers = weight.numbers.contiguous().view(torch.uint8)
     out[..., 2:] = (numbers if is_signed else numbers ^ 128).view(rows, -1, size)
+    return out.flatten(1)
+
+
+def _pack_int2(weight: Numbers, size: int) -> Tensor | None:
+    """Makes blocks of INT2_`size`, [rows, bytes]; None where fp16 cannot hold the scale."""
+    halves = weight.scales.half()
+    if not torch.allclose(halves.float(), weight.scales, rtol=2**-11, atol=0):
+        return None
+    rows, columns = weight.numbers.shape
+    scale = halves.view(torch.uint8).view(1, 2)
+    out = torch.empty(rows, columns // size, BLOCKS[INT2_TYPES[size]][1], dtype=torch.uint8)
+    for start in range(0, rows, step := max(1, ROWS_BYTES // columns)):
+        stored = (weight.numbers[start : start + step] + 1).view(torch.uint8)
+        out[start : start + step] = as_int2(stored, scale.expand(len(stored), 2), size)
     return out.flatten(1)
 
 

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...ipc.models.gguf import GGUFFile, is_gguf, read_gguf
+from ...ipc.models.gguf import TYPES_OF_TENSORS, GGUFFile, is_gguf, read_gguf
 from ...ipc.models.quantization_config import MXFP4, parse_quantization
 
 FILE_TYPE_KEY = "general.file_type"
@@ -83,6 +83,9 @@ def file_type(file: GGUFFile) -> str:
     """Returns the type that the file's metadata names, or, if it names none, the type of most of
     its weights.
     """
+    kinds = {tensor.type for tensor in file.tensors.values()}
+    if own := kinds & TYPES_OF_TENSORS.keys():  # their numbers are those of other types
+        return min(own)
     number = file.metadata.get(FILE_TYPE_KEY)
     if isinstance(number, int) and (name := FILE_TYPES.get(number & ~GUESSED)):
         return name

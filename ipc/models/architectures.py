@@ -66,6 +66,9 @@ class TensorNames(NamedTuple):
     up: str = "up_proj"
     down: str = "down_proj"
     gate_up: str = ""  # of the tensor that has the rows of both
+    # of the norms before o_proj and before down; "": there are none
+    o_norm: str = ""
+    down_norm: str = ""
     embedding: str = "embed_tokens"
     final_norm: str = "norm"
 
@@ -232,6 +235,8 @@ class Architecture(msgspec.Struct, frozen=True):
         for name, rows in qkv.items():
             yield from _linear(name, rows, hidden, qkv_bias)
         yield from _linear(names.o_proj, hidden, q_rows, o_bias)
+        if names.o_norm:
+            yield f"{names.o_norm}.weight", [q_rows]
         if config.attention_gate == GATE_OF_HEADS:
             yield from _linear(names.attention_gate, config.num_attention_heads, hidden, False)
         if self.has_qk_norm(config):
@@ -267,6 +272,8 @@ class Architecture(msgspec.Struct, frozen=True):
         for name, rows in inputs.items():
             yield from _linear(f"{block}.{name}", rows, hidden, has_bias)
         yield from _linear(f"{block}.{names.down}", hidden, size, has_bias)
+        if names.down_norm:
+            yield f"{block}.{names.down_norm}.weight", [size]
 
 
 def _whole_altup(config: DecoderConfig) -> Shapes:
@@ -1059,6 +1066,13 @@ ARCHITECTURES |= {
             "rms_norm_eps": 1e-5,
             "sliding_window_pattern": 4,
         },
+    ),
+    "BitNetForCausalLM": Architecture(
+        "bitnet",
+        honours=("attention_bias",),
+        names=TensorNames(o_norm="attn_sub_norm", down_norm="ffn_sub_norm"),
+        activation="relu_squared",
+        defaults={"num_key_value_heads": 5, "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
     ),
 }
 

@@ -66,6 +66,7 @@ _TYPES = {
     30: ("BF16", 1, 2),
     34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66),
+    36: ("I2_S", 128, 32),
     39: ("MXFP4", 32, 17),
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
@@ -76,6 +77,9 @@ _TYPES = {
 _OTHER_BLOCKS = {
     "Q2_0": "; blocks of 128 numbers, as in the first files of Ternary Bonsai, are not supported"
 }
+# Of types of bitnet.cpp, whose one scale of a tensor follows its numbers: the bytes that the scale
+# takes, and the blocks that the tensor becomes as it is read
+TYPES_OF_TENSORS = {"I2_S": (32, "INT2_128")}
 BLOCK_SIZES = {name: (elements, size) for name, elements, size in _TYPES.values()}
 # kernels/reference/gguf_blocks.py dequantizes these types.
 READABLE_TYPES = (
@@ -313,7 +317,8 @@ class _Header:
                     f"tensor {name:.100} has rows of {shape[-1]}, {type_name} needs a multiple of "
                     f"{elements}"
                 )
-            num_bytes = prod(shape) // elements * block_bytes
+            scale_bytes, _ = TYPES_OF_TENSORS.get(type_name, (0, ""))
+            num_bytes = prod(shape) // elements * block_bytes + scale_bytes
             if offset % alignment:
                 raise self.unsound(f"tensor {name:.100} has the offset {offset}, not aligned")
             if start + offset + num_bytes > self.size:

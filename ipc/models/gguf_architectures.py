@@ -497,6 +497,13 @@ GGUF_ARCHITECTURES = {
         "SmolLM3ForCausalLM", "smollm3", presence=_BIASES, is_permuted=True
     ),
     "olmo2": GGUFArchitecture("Olmo2ForCausalLM", "olmo2", _WITHOUT_PRE_NORMS),
+    "bitnet-b1.58": GGUFArchitecture(  # of bitnet.cpp; llama.cpp's bitnet is an older model
+        "BitNetForCausalLM",
+        "bitnet",
+        {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"},
+        constants={"hidden_act": "relu2"},
+        presence={"attention_bias": "attn_q.bias"},
+    ),
     "granite": GGUFArchitecture(
         "GraniteForCausalLM",
         "granite",

@@ -15,6 +15,7 @@ from .gguf import (
     BLOCK_SIZES,
     MEMORY_TYPES,
     READABLE_TYPES,
+    TYPES_OF_TENSORS,
     VECTOR_TYPES,
     GGUFFile,
     GGUFTensor,
@@ -44,6 +45,7 @@ LONG_ROPE_FACTORS = {  # Phi-3's tensors, with the rope parameter that each is
 }
 MAX_ROPE_FACTORS = 65_536
 HEAD = "lm_head.weight"
+_KEPT = MEMORY_TYPES | {type: blocks for type, (_, blocks) in TYPES_OF_TENSORS.items()}
 # Maps the name of gate and up in one tensor to those of each.
 _HALVES = {
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -251,6 +253,10 @@ def _parts(tensor: GGUFTensor, shapes: list[list[int]]) -> list[GGUFTensor]:
             f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)!s:.100}, the "
             f"model needs {sum(rows)} {'matrices' if is_stack else 'rows'}"
         )
+    if tensor.type in TYPES_OF_TENSORS:
+        raise ModelLoadError(
+            f"{tensor.path}: tensor {tensor.name} has several weights, {tensor.type} a single one"
+        )
     row_bytes = tensor.num_bytes // tensor.shape[0]
     return [
         tensor._replace(
@@ -268,7 +274,8 @@ def _check_tensor(tensor: GGUFTensor, name: str, shapes: Mapping[str, list[int]]
             f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)!s:.100}, the "
             f"model needs {shapes[name]}"
         )
-    types = READABLE_TYPES if len(tensor.shape) > 1 else VECTOR_TYPES
+    types = (*READABLE_TYPES, *TYPES_OF_TENSORS) if len(tensor.shape) == 2 else READABLE_TYPES
+    types = types if len(tensor.shape) > 1 else VECTOR_TYPES
     if tensor.type not in types:
         raise ModelLoadError(
             f"{tensor.path}: tensor {tensor.name} is of type {tensor.type:.20}; supported: "
@@ -299,12 +306,13 @@ def tensors_by_name(file: GGUFFile) -> dict[str, GGUFTensor]:
 def bytes_in_memory(tensor: GGUFTensor, dtype: str, keeps_blocks: bool) -> int:
     """The bytes that a tensor of a file takes in a model of this dtype.
 
-    keeps_blocks: whether matrices stay blocks where there is a kernel for them (MEMORY_TYPES).
+    keeps_blocks: whether matrices stay blocks where there is a kernel for them (MEMORY_TYPES,
+    TYPES_OF_TENSORS).
     """
     num_elements = prod(tensor.shape)
-    if not (keeps_blocks and len(tensor.shape) == 2 and tensor.type in MEMORY_TYPES):
+    if not (keeps_blocks and len(tensor.shape) == 2 and tensor.type in _KEPT):
         return num_elements * DTYPE_BYTES[dtype]
-    elements, block_bytes = (BLOCK_SIZES | BLOCKS)[MEMORY_TYPES[tensor.type]]
+    elements, block_bytes = (BLOCK_SIZES | BLOCKS)[_KEPT[tensor.type]]
     return num_elements // elements * block_bytes
 
 
@@ -321,7 +329,7 @@ def weights_in_memory(tensors: Mapping[str, GGUFTensor], dtype: str, keeps_block
 
 
 def _are_kept(tensors: Iterable[GGUFTensor]) -> bool:
-    return all(tensor.type in MEMORY_TYPES for tensor in tensors)
+    return all(tensor.type in _KEPT for tensor in tensors)
 
 
 def is_permuted(file: GGUFFile, name: str) -> bool:

@@ -23,6 +23,9 @@ MAX_PATTERNS = 10_000
 MAX_REPETITIONS = 4  # in a regular expression
 HEAD = "lm_head"
 MXFP4 = "mxfp4"  # gpt-oss: the experts of a layer in one tensor
+# of BitNet: four rows in a byte and a scale that divides; the same and a scale that multiplies;
+# floats that are quantized as they are loaded
+BITLINEAR, AUTOBITLINEAR, ONLINE = "bitlinear", "autobitlinear", "online"
 # compressed-tensors' formats of one weight
 PACKED, PLAIN = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
 AUTO_ROUND_PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
@@ -33,7 +36,7 @@ class WeightFormat(msgspec.Struct, frozen=True):
     """How the weight of a linear layer is stored: weight = scale * (number - zero)."""
 
     # awq, gptq: int32 words of several inputs' numbers; packed: words of one output's numbers;
-    # plain: a number each
+    # plain: a number each; bitlinear, autobitlinear, online: those of BitNet
     layout: str
     bits: int
     is_float: bool = False  # e4m3
@@ -55,6 +58,8 @@ class WeightFormat(msgspec.Struct, frozen=True):
             number = "fp8"
             if self.activations:
                 number += f" (activations too, by {self.activations})"
+        elif self.bits == 2:
+            number = "ternary"
         else:
             number = f"int{self.bits}" + ("" if self.is_symmetric else " with zero points")
         if self.group_rows > 1:
@@ -192,6 +197,18 @@ def _mxfp4(config: Json) -> CheckpointQuantization:
     )
 
 
+def _bitnet(config: Json) -> CheckpointQuantization:
+    """transformers quantizes activations to int8 by token; Quire does so in smaller groups."""
+    kinds = BITLINEAR, AUTOBITLINEAR
+    layout = _one_of(config, "linear_class", kinds, default=BITLINEAR)
+    mode = _one_of(config, "quantization_mode", ("offline", ONLINE), default="offline")
+    _one_of(config, "use_rms_norm", (False,), default=False)
+    if layout == AUTOBITLINEAR and mode == ONLINE:
+        layout = ONLINE
+    found = WeightFormat(layout, 2, group_rows=0)
+    return _same_for_all("bitnet", found, _patterns(config, "modules_to_not_convert"))
+
+
 def _compressed_tensors(config: Json) -> CheckpointQuantization:
     sparsity, transform = (config.get(key) or {} for key in ("sparsity_config", "transform_config"))
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
@@ -267,6 +284,7 @@ METHODS: dict[str, Callable[[Json], CheckpointQuantization]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
+    "bitnet": _bitnet,
     MXFP4: _mxfp4,
 }
 

@@ -12,7 +12,12 @@ from math import prod
 import msgspec
 
 from ..errors import ModelLoadError
-from .quantization_config import MXFP4, CheckpointQuantization, WeightFormat
+from .quantization_config import (
+    MXFP4,
+    ONLINE,
+    CheckpointQuantization,
+    WeightFormat,
+)
 
 FLOATS = ("F32", "F16", "BF16")
 E4M3 = "F8_E4M3"
@@ -31,6 +36,7 @@ UNUSED = (
 # Columns of a block with one scale -> its type (kernels/reference/gguf_blocks.py). Groups that are
 # a multiple of them become several blocks.
 INT4_TYPES = {128: "INT4_128", 32: "INT4_32"}
+INT2_TYPES = {128: "INT2_128", 64: "INT2_64"}
 INT8_TYPE = "Q8_0"
 FP8_TYPES = {128: "FP8_128", 32: "FP8_32"}
 # how activations are quantized (WeightFormat) -> what the type ends with, bytes of a block's scales
@@ -98,6 +104,10 @@ def shape_of_weight(
             return [rows, columns * per_word]
         case "plain", "weight" if dtype in (E4M3, "I8"):
             return shape
+        case (("bitlinear" | "autobitlinear"), "weight") if dtype == "U8":
+            return [4 * rows, columns]
+        case "online", "weight":
+            return shape
     return None
 
 
@@ -106,6 +116,8 @@ def stored_parts(name: str, shape: list[int], found: WeightFormat) -> dict[str, 
 
     Raises ModelLoadError for a shape that the format cannot have.
     """
+    if found.bits == 2:
+        return _ternary_parts(name, shape, found)
     layer = name.removesuffix("weight")
     rows, columns = shape
     group = found.group_size or columns
@@ -159,6 +171,19 @@ def stored_parts(name: str, shape: list[int], found: WeightFormat) -> dict[str, 
     return parts
 
 
+def _ternary_parts(name: str, shape: list[int], found: WeightFormat) -> dict[str, StoredPart]:
+    """stored_parts of BitNet."""
+    if found.layout == ONLINE:
+        return {name: StoredPart(name, FLOATS, (shape,))}
+    rows, columns = shape
+    if rows % 4:
+        raise ModelLoadError(
+            f"config.json: quantization_config: {name} has {rows} rows, not a multiple of 4"
+        )
+    scale = StoredPart(name, FLOATS, _scale_shapes(rows, 1, found))
+    return {name: StoredPart(name, ("U8",), ([rows // 4, columns],)), f"{name}_scale": scale}
+
+
 def scale_names(found: WeightFormat) -> tuple[str, ...]:
     """The names of which a weight has one: FP8 by tensor has that of vLLM or of transformers."""
     if found.is_float and found.group_rows == 0:
@@ -187,7 +212,8 @@ def packed_type(found: WeightFormat, columns: int, keeps_fp8: bool = False) -> s
         return next((FP8_TYPES[n] + ending for n in sizes if group % n == columns % n == 0), None)
     if found.bits == 8:
         return INT8_TYPE if group % BLOCKS[INT8_TYPE][0] == 0 else None
-    return next((kind for size, kind in INT4_TYPES.items() if group % size == 0), None)
+    types = INT2_TYPES if found.bits == 2 else INT4_TYPES
+    return next((kind for size, kind in types.items() if group % size == 0), None)
 
 
 def saved_bytes(

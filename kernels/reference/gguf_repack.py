@@ -96,14 +96,36 @@ def _whole(type: str, scale_at: int) -> Callable[[Tensor], Tensor]:
         unscaled = blocks.clone()
         unscaled[:, place] = torch.tensor([1.0]).half().view(torch.uint8)
         stored = (dequantize(unscaled, type) + 1).to(torch.uint8)
-        columns = min(stored.shape[1], 128)
-        stored = stored.unflatten(1, (-1, columns // 32, 4, 8))
-        shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(-1, 1)
-        numbers = (stored << shifts).sum(3, dtype=torch.uint8).flatten(2)
-        scales = blocks[:, place].unsqueeze(1).expand(-1, numbers.shape[1], 2)
-        return torch.cat((scales, numbers), 2)
+        return as_int2(stored, blocks[:, place], min(stored.shape[1], 128))
 
     return repacked
+
+
+def as_int2(stored: Tensor, scales: Tensor, columns: int) -> Tensor:
+    """stored [rows, n * columns] uint8: numbers plus 1, from 0 to 3; scales [rows, 2]: bytes of
+    fp16 -> blocks of INT2_`columns`, [rows, n, bytes]
+    """
+    stored = stored.unflatten(1, (-1, columns // 32, 4, 8))
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(-1, 1)
+    numbers = (stored << shifts).sum(3, dtype=torch.uint8).flatten(2)
+    return torch.cat((scales.unsqueeze(1).expand(-1, numbers.shape[1], 2), numbers), 2)
+
+
+def from_i2_s(data: Tensor, rows: int) -> Tensor:
+    """The bytes of a tensor of bitnet.cpp's I2_S -> [rows, bytes] of INT2_128.
+
+    Of 128 numbers, plus 1, byte i has the i-th of each 32, the first in the highest bits. After all
+    numbers follow 32 bytes that begin with the scale in fp32, which is rounded to fp16.
+    """
+    numbers, tail = data[:-32].view(rows, -1, 1, 32), data[-32:]
+    scale = _bytes_of_halves(tail[:4].clone().view(torch.float32))
+    shifts = torch.tensor([6, 4, 2, 0], dtype=torch.uint8).view(4, 1)
+    block_bytes = block_type("INT2_128").num_bytes
+    out = torch.empty(rows, numbers.shape[1], block_bytes, dtype=torch.uint8)
+    for start in range(0, rows, step := max(1, PIECE // (numbers.shape[1] * 128))):
+        stored = (numbers[start : start + step] >> shifts & 3).flatten(1)
+        out[start : start + step] = as_int2(stored, scale.expand(len(stored), 2), 128)
+    return out.flatten(1)
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:

@@ -279,6 +279,8 @@ VARIANTS = {
         },
     ),
     "hunyuan-moe": ("hunyuan_v1_moe", {}),
+    "bitnet": ("bitnet", {}),
+    "bitnet-tied-biases": ("bitnet", {"tie_word_embeddings": True, "attention_bias": True}),
     "exaone4": ("exaone4", {}),
     "exaone4-no-window": (
         "exaone4",

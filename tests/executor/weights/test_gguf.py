@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import struct
+from math import prod
 from pathlib import Path
 
 import gguf
@@ -21,11 +23,15 @@ from quire.executor.weights.loader import load_weights
 from quire.executor.worker import Worker
 from quire.frontend.engine_args import EngineArgs
 from quire.frontend.model_info.plan import make_plan
+from quire.frontend.model_info.weight_labels import file_type
 from quire.ipc.errors import ModelLoadError, NotEnoughMemoryError
+from quire.ipc.models.gguf import read_gguf
+from quire.ipc.models.gguf_weights import bytes_in_memory
 from quire.kernels import registry
 from quire.kernels.reference.gguf_blocks import TYPES
 from quire.tests.executor.driver import generate, make_config, start_executor
-from quire.tests.gguf_checkpoints import frequency_factors, write_gguf
+from quire.tests.gguf_checkpoints import frequency_factors, gguf_name, write_gguf
+from quire.tests.gguf_files import write_gguf as write_tensors
 from quire.tests.kernels.native.conftest import NEEDS_LIBRARY
 from quire.tests.kernels.test_gguf_blocks import expected_weights, random_blocks
 from safetensors.torch import load_file, save_file
@@ -50,6 +56,7 @@ KINDS = {
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 128, "tie_word_embeddings": True}),
+    "bitnet": ("bitnet", {"tie_word_embeddings": True}),
     "gemma3": ("gemma3_text", {"head_dim": 64, "tie_word_embeddings": True}),
 }
 needs_native = pytest.mark.skipif(
@@ -113,6 +120,33 @@ def test_every_tensor_lands_in_its_place(kind, checkpoint, tmp_path):
     assert loaded.keys() == stored.keys()
     assert all(torch.equal(loaded[name], written[name]) for name in stored)
     assert all(torch.allclose(loaded[name], stored[name], rtol=3e-7) for name in stored)
+
+
+def i2_s(numbers: torch.Tensor, scale: float) -> bytes:
+    """A tensor of -1, 0 and 1 as bitnet.cpp stores it."""
+    stored = (numbers.to(torch.uint8) + 1).view(-1, 4, 32)
+    packed = stored[:, 0] << 6 | stored[:, 1] << 4 | stored[:, 2] << 2 | stored[:, 3]
+    return packed.numpy().tobytes() + struct.pack("<f", scale) + bytes(28)
+
+
+def test_a_model_of_bitnet_cpp(checkpoint, tmp_path):
+    directory, tensors, meant = checkpoint("bitnet"), {}, {}
+    for name, values in load_file(directory / "model.safetensors").items():
+        is_ternary, meant[name] = values.dim() == 2 and "proj" in name, values
+        content, scale = values.numpy().tobytes(), 1.25 + len(tensors) / 8
+        if is_ternary:
+            numbers = (values / values.abs().mean()).round().clamp(-1, 1)
+            content, meant[name] = i2_s(numbers, scale), numbers * scale
+        kind = "I2_S" if is_ternary else "F32"
+        tensors[gguf_name(name, "bitnet-b1.58")] = tuple(values.shape), kind, content
+    path = tmp_path / "m.gguf"
+    write_tensors(path, {"general.architecture": "bitnet-b1.58"}, tensors)
+    loaded = load(path, directory)
+    assert loaded.keys() == meant.keys()
+    assert all(torch.equal(loaded[name], meant[name]) for name in meant)
+    tensor = read_gguf(path).tensors["blk.0.ffn_down.weight"]
+    in_memory = bytes_in_memory(tensor, "bfloat16", keeps_blocks=True)
+    assert in_memory == prod(tensor.shape) // 128 * 34 and file_type(read_gguf(path)) == "I2_S"
 
 
 @pytest.mark.sampled

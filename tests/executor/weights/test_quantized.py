@@ -54,6 +54,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8, static": ("float-quantized", {"activations": "static", "scales_of": "channel"}),
     "fp8, compressed blocks": ("float-quantized", {"scales_of": "block"}),
     "fp8, blocks": ("fp8", {}),
+    "bitnet": ("bitnet", {}),
+    "bitnet, auto": ("bitnet", {"linear_class": "autobitlinear"}),
+    "bitnet, online": ("bitnet", {"linear_class": "autobitlinear", "mode": "online"}),
 }
 PROMPTS = [[1, 2, 3], list(range(5, 100))]
 needs_native = pytest.mark.skipif(
@@ -158,6 +161,9 @@ def test_quantization_on_top_is_that_of_the_dequantized_weights(checkpoint, tmp_
         ("fp8, compressed blocks", "FP8_128"),
         ("fp8, blocks", "FP8_128"),
         ("fp8, blocks", "FP8_128_GROUP"),
+        ("bitnet", "INT2_128"),
+        ("bitnet, auto", "INT2_128"),
+        ("bitnet, online", "INT2_128"),
     ],
 )
 def test_what_is_packed_and_why_something_is_not(case, type, checkpoint, caplog):

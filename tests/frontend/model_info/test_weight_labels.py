@@ -52,6 +52,7 @@ NUMBERS = {
     "int-quantized": "INT8",
     "float-quantized": "FP8",
     "fp8": "FP8",
+    "bitnet": "INT2",
 }
 
 

@@ -44,7 +44,7 @@ def test_block_sizes_are_those_of_the_gguf_package() -> None:
         for kind in gguf.GGMLQuantizationType
         if kind.name not in computed_only
     }
-    assert expected | {42: ("Q2_0", 64, 18)} == _TYPES  # which the package lacks
+    assert expected | {36: ("I2_S", 128, 32), 42: ("Q2_0", 64, 18)} == _TYPES  # it lacks these
     assert BLOCK_SIZES["Q4_K"] == (256, 144)
 
 

@@ -17,6 +17,7 @@ from quire.ipc.models.gguf_architectures import (
 )
 
 NUMBERS = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+NUMBERS.setdefault("bitnet-b1.58", NUMBERS["bitnet"])
 NUMBERS.setdefault("deepseek32", NUMBERS["glm-dsa"])  # which has the same names
 # The package's table has one model's name for a tensor that stands for another in other models.
 NOT_THE_MODELS = {
@@ -24,6 +25,8 @@ NOT_THE_MODELS = {
     "rope_freqs": "of the configuration",
     "ssm_dt": "a bias alone",
     "exp_probs_b": "a bias alone",
+    "attn_sub_norm": "of an earlier BitNet",
+    "ffn_sub_norm": "of an earlier BitNet",
 }
 RENAMED, BARE = (".mixer.experts.", "_linear"), "ffn_norm"
 

@@ -13,6 +13,7 @@ from quire.ipc.models.quantization_config import METHODS, CheckpointQuantization
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}
 ROUND = {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_awq"}
+BITNET = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 GROUP = {"targets": ["Linear"], "weights": WEIGHTS}
@@ -85,6 +86,7 @@ def test_norms_biases_and_the_embedding_are_not():
         (AWQ, "int4 with zero points in groups of 128"),
         ({**GPTQ, "bits": 8, "group_size": -1}, "int8 with zero points with a scale per row"),
         (CT, "int4 in groups of 32"),
+        (BITNET, "ternary with a scale per tensor"),
         (FP8, "fp8 in blocks of 128 x 128"),
         ({"quant_method": "fp8"}, "fp8 with a scale per tensor"),
         ({"quant_method": "fbgemm_fp8"}, "fp8 with a scale per row"),
@@ -162,6 +164,8 @@ def group(**weights: object) -> dict:
         ({**ROUND, "extra_config": {"a": {}}}, "extra_config may only exclude layers"),
         ({**FP8, "weight_block_size": [128]}, "weight_block_size must be two positive integers"),
         ({**FP8, "fmt": "e5m2"}, "fmt='e5m2' is not supported"),
+        ({**BITNET, "use_rms_norm": True}, "use_rms_norm=True is not supported"),
+        ({**BITNET, "quantization_mode": "both"}, "quantization_mode='both' is not supported"),
         ({**CT, "format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),
         ({**CT, "format": "marlin-24"}, "format='marlin-24' is not supported"),
         ({**CT, "config_groups": {}}, "config_groups must be an object with groups"),
@@ -206,7 +210,7 @@ WEIRD = [
 
 
 def test_values_of_wrong_types_give_one_sentence():
-    for config in (AWQ, GPTQ, ROUND, FP8, CT, GROUP, WEIGHTS):
+    for config in (AWQ, GPTQ, ROUND, BITNET, FP8, CT, GROUP, WEIGHTS):
         for key in (*config, "dynamic", "extra_config", "sparsity_config", "transform_config"):
             for value in WEIRD:
                 edited = {**config, key: value}
@@ -228,7 +232,7 @@ def test_a_pattern_takes_little_time():
 
 
 def test_every_method_is_covered():
-    of_tests = {config["quant_method"] for config in (AWQ, GPTQ, ROUND, FP8, CT)}
+    of_tests = {config["quant_method"] for config in (AWQ, GPTQ, ROUND, BITNET, FP8, CT)}
     assert METHODS.keys() == of_tests | {"fbgemm_fp8", "mxfp4"}
 
 

@@ -283,6 +283,12 @@ def zeros(
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
+def use_small_pages(part: torch.Tensor) -> None:
+    """Pages of this contiguous part of `zeros(..., huge_pages=True)` are not huge."""
+    if part.device.type == "cpu":
+        platform_tuning.use_small_pages(part.data_ptr(), part.nbytes)
+
+
 ALIGNMENT = 16  # bytes: what a kernel loads at once
 
 

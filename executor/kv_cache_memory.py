@@ -24,6 +24,11 @@ from . import device as devices
 
 logger = logging.getLogger(__name__)
 
+# A long context is read faster from pages of 2 MiB, and a processor with nested page tables reads it
+# at almost twice the speed. A short one would take 2 MiB of each layer's keys and of its values, so
+# the first blocks, which are used first, are in small pages.
+SMALL_PAGES = 2**21  # bytes of a layer's keys, and of its values
+
 
 class KVCacheMemory:
     """The layout of the cache. `layers` are a model's attention layers that own a part of it. They
@@ -95,10 +100,17 @@ class KVCacheMemory:
             self._bind_parts(layers, num_blocks)
             return
         shapes = self._page_shapes(layers, num_blocks)
-        pages = [devices.zeros(shape, self._dtype, self._device) for shape in shapes]
+        pages = [self._zeros(shape) for shape in shapes]
         for group, members in enumerate(self.groups.layers):
             for index, page in zip(members, pages):
                 _bind(layers[index], *_keys_and_values(page), group)
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Memory of the shape [tensors, num_blocks, ...]."""
+        memory = devices.zeros(shape, self._dtype, self._device, huge_pages=True)
+        for tensor in memory:
+            devices.use_small_pages(tensor[: SMALL_PAGES // tensor[0].nbytes])
+        return memory
 
     def _page_shapes(self, layers: Sequence[Any], num_blocks: int) -> list[tuple[int, ...]]:
         of_pages = [layers[index] for index in self.groups.pages]
@@ -107,7 +119,7 @@ class KVCacheMemory:
     def _bind_parts(self, layers: Sequence[Any], num_blocks: int) -> None:
         sizes = self._sizes(layers)
         shape = num_blocks, self.groups.largest(sizes)
-        memory = devices.zeros(shape, self._dtype, self._device)
+        memory = self._zeros((1, *shape))[0]
         for group, members in enumerate(self.groups.layers):
             begin = 0
             for index in members:

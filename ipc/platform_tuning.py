@@ -112,6 +112,13 @@ def use_huge_pages(memory: mmap.mmap) -> None:
         memory.madvise(mmap.MADV_HUGEPAGE)
 
 
+def use_small_pages(start: int, num_bytes: int) -> None:
+    """Takes use_huge_pages back for the pages from the address `start`."""
+    if is_enabled() and hasattr(mmap, "MADV_NOHUGEPAGE"):
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        _advise(first, start + num_bytes - first, mmap.MADV_NOHUGEPAGE)
+
+
 def allocate_pages(start: int, num_bytes: int) -> bool:
     """Fills the pages from the address `start` with zeros, without the GIL. Returns whether the
     system has done it.

@@ -1,8 +1,11 @@
 """Which layers share pages of the KV cache, and when windows keep the whole context."""
 
 import logging
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from quire.executor.kv_cache_memory import KVCacheMemory, move_caches, release_caches
 from quire.executor.runner.block_mover import caches_of
@@ -37,6 +40,30 @@ def test_layers_of_different_groups_share_their_pages():
     move_caches(layers, others)
     assert [layer.kv_cache_group for layer in others] == [1, 0, 1, 0, 2]
     assert [layer.key_cache.data_ptr() for layer in others] == addresses
+
+
+def vm_flags(address: int) -> list[str]:
+    """Of the mapping that contains the address."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            begin, end = (int(number, 16) for number in first.split("-"))
+            is_inside = begin <= address < end
+        elif is_inside and first == "VmFlags:":
+            return rest
+    raise AssertionError(f"no mapping contains {address:#x}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_huge_pages_begin_behind_the_first_blocks():
+    layers = make_layers(0, 0)
+    make_memory(layers).bind(layers, 3000)  # 3 MB of keys, and of values
+    for layer in layers:
+        for cache in (layer.key_cache, layer.value_cache):
+            first, last = cache.data_ptr(), cache.data_ptr() + cache.nbytes - 1
+            assert "hg" not in vm_flags(first) and "hg" not in vm_flags(first + 2**21 - 4096)
+            assert "hg" in vm_flags(last)
 
 
 def test_a_layer_binds_its_part_of_the_cache_itself():

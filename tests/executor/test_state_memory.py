@@ -131,6 +131,7 @@ def test_states_are_swapped_also_without_blocks(tiny, kind: str) -> None:
     worker = start_executor(tiny(kind), preemption_mode="auto", max_num_seqs=2)
     num_host_blocks, costs = worker.initialize_swap_space()
     assert num_host_blocks > 0 and costs.swap_s > 0 and costs.recompute_s_per_token > 0
-    assert (costs.swap_s_per_token == 0) == (kind == "mamba2")
+    if kind == "mamba2":  # it has no blocks
+        assert costs.swap_s_per_token == 0
     worker = start_executor(tiny(kind), preemption_mode="auto", swap_space=0.0)
     assert worker.initialize_swap_space()[0] == 0

@@ -21,10 +21,11 @@ RUN pip wheel --no-deps --wheel-dir /wheels . \
     && pip wheel --only-binary :all: --wheel-dir /wheels /wheels/quire_engine-*.whl
 
 FROM python:${PYTHON}-slim
-# torch's headers and its own tests are a sixth of what is installed. A volume at .cache, for models
-# and packed weights, gets the owner that the folder has here.
+# Triton is for GPUs, and torch's headers and its own tests are a sixth of the rest. A volume at
+# .cache, for models and packed weights, gets the owner that the folder has here.
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir --no-index /wheels/*.whl \
+    && pip uninstall --yes triton \
     && torch=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch \
     && rm -rf "$torch/include" "$torch/test" "$torch"/bin/test_* "$torch"/bin/protoc* \
     && useradd --uid 10001 --create-home --home-dir /quire quire \

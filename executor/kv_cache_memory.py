@@ -24,9 +24,9 @@ from . import device as devices
 
 logger = logging.getLogger(__name__)
 
-# A long context is read faster from pages of 2 MiB, and a processor with nested page tables reads it
-# at almost twice the speed. A short one would take 2 MiB of each layer's keys and of its values, so
-# the first blocks, which are used first, are in small pages.
+# A long context is read faster from pages of 2 MiB, most of all by a processor with nested page
+# tables. A short one would take 2 MiB of each layer's keys and of its values, so the first blocks,
+# which are used first, are in small pages.
 SMALL_PAGES = 2**21  # bytes of a layer's keys, and of its values
 
 

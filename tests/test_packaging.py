@@ -122,13 +122,6 @@ def test_nothing_installs_the_other_project_called_quire() -> None:
     assert "frontend/telemetry/tracing.py" in texts and "docs/ranks.md" in texts
 
 
-def test_triton_comes_with_torch() -> None:
-    """Its gigabyte is of no use to a CPU. tests/test_costs.py checks that no module imports it."""
-    assert not [text for text in PROJECT["dependencies"] if text.startswith("triton")]
-    tests = PROJECT["optional-dependencies"]["test"]
-    assert [text for text in tests if text.startswith("triton")]
-
-
 def test_the_changelog_has_this_version() -> None:
     assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
 

@@ -50,6 +50,8 @@ def test_the_conda_recipe_has_the_dependencies_of_the_wheel(sdist: Path) -> None
     needed = {f"python {PROJECT['requires-python']}"}
     for text in PROJECT["dependencies"]:
         requirement = Requirement(text)
+        if requirement.name == "triton":  # pytorch's builds for CUDA depend on it
+            continue
         name = CONDA_NAMES.get(requirement.name, requirement.name)
         versions = sorted(map(str, requirement.specifier), reverse=True)  # >= first
         needed.add(f"{name} {','.join(versions)}".strip())

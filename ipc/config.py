@@ -393,7 +393,18 @@ class DeviceSettings(Section, frozen=True, kw_only=True):
         "may use, divided by the number of ranks.",
     ] = None
     cpu_isa: Annotated[
-        Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "none"],
+        Literal[
+            "auto",
+            "amx",
+            "avx512_bf16",
+            "avx512",
+            "avx2",
+            "neon_bf16",
+            "neon_i8mm",
+            "neon_dotprod",
+            "neon",
+            "none",
+        ],
         "Instruction set of the native kernels on a CPU. auto: the best that the processor has; "
         "none: torch's kernels instead.",
     ] = "auto"

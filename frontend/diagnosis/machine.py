@@ -49,7 +49,7 @@ X86_FEATURES = (
     "avx2",
     "fma",
 )
-ARM_FEATURES = ("sve2", "sve", "bf16", "i8mm", "asimd")
+ARM_FEATURES = ("bf16", "i8mm", "asimddp", "asimd")
 DISTRIBUTION = "quire-engine"  # as in pyproject.toml
 
 
@@ -184,7 +184,7 @@ def check_kernels(cpu_isa: str) -> Finding:
     if not isas:
         return passed(
             "native kernels",
-            "none for this processor (they need x86 with AVX2): torch's kernels are used",
+            "none for this processor (they need aarch64, or x86 with AVX2): torch's kernels are used",
         )
     if not are_kernels_built():
         fix = "install a C++ compiler (apt install g++), then Quire again (pip install -e .)"

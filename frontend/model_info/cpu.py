@@ -12,17 +12,23 @@ import platform
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
-NATIVE_BFLOAT16 = {"amx_bf16", "avx512_bf16"}
+NATIVE_BFLOAT16 = {"amx_bf16", "avx512_bf16", "bf16"}
 # CPU features that each instruction set of the native kernels requires
 # (kernels/cpu/native/src/run.cpp), best first.
 AVX2 = {"avx2", "fma"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
 AVX512_BF16 = AVX512 | {"avx512_bf16"}
+NEON_DOTPROD = {"asimd", "asimddp"}
+NEON_I8MM = NEON_DOTPROD | {"i8mm"}
 ISAS = {
     "amx": AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_int8"},
     "avx512_bf16": AVX512_BF16,
     "avx512": AVX512,
     "avx2": AVX2,
+    "neon_bf16": NEON_I8MM | {"bf16"},
+    "neon_i8mm": NEON_I8MM,
+    "neon_dotprod": NEON_DOTPROD,
+    "neon": {"asimd"},
 }
 NATIVE_KERNELS = Path(__file__).parents[2] / "kernels" / "cpu" / "native"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import platform
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +16,12 @@ from .calls import ABI_VERSION, LATE, LOST, BlockLayout, Call, Step
 
 logger = logging.getLogger(__name__)
 
-ISAS = ("amx", "avx512_bf16", "avx512", "avx2")  # best first
+# Of this kind of processor, best first
+ISAS = (
+    ("neon_bf16", "neon_i8mm", "neon_dotprod", "neon")
+    if platform.machine() in ("aarch64", "arm64")
+    else ("amx", "avx512_bf16", "avx512", "avx2")
+)
 
 
 class ExchangeError(RuntimeError):
@@ -178,7 +184,7 @@ def _load(choice: str | None) -> Library | None:
         return None
     if not loaded.isas:
         logger.warning(
-            "native CPU kernels need a processor with AVX2: "
+            "native CPU kernels need an aarch64 processor or x86 with AVX2: "
             "torch's kernels run instead, several times slower"
         )
         return None

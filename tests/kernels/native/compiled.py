@@ -45,15 +45,18 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
-def compile_library(directory: Path, *flags: str, parent_pid: int | None = None) -> Path:
+def compile_library(
+    directory: Path, *flags: str, compiler: str | None = None, parent_pid: int | None = None
+) -> Path:
     """Compiles the library as pyproject.toml does, with further flags, while `parent_pid` lives.
+    `compiler`: find_compiler() by default.
 
     Raises AssertionError with the compiler's messages.
     """
     [extension] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
         "ext-modules"
     ]
-    base = [find_compiler(), *extension["extra-compile-args"], "-fPIC", *flags]
+    base = [compiler or find_compiler(), *extension["extra-compile-args"], "-fPIC", *flags]
 
     def compile_one(source: str) -> str:
         if parent_pid is not None:

@@ -92,12 +92,7 @@ private:
         pair_values(widened[0], widened[1], out);
     }
     void pair_values(const T* first, const T* second, T* out) const {
-        for (int64_t d = 0; d < value_dim; d += 8) {
-            __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(first + d)));
-            __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(second + d)));
-            _mm256_storeu_si256((__m256i*)(out + 2 * d),
-                                _mm256_or_si256(low, _mm256_slli_epi32(high, 16)));
-        }
+        for (int64_t d = 0; d < value_dim; d += 8) interleave_8(first + d, second + d, out + 2 * d);
     }
 
     void attend_block(int rows, const T* block, const Place* places, float* running,

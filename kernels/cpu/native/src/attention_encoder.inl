@@ -178,14 +178,13 @@ struct EncoderAttender {
                                               row % plan.group * a.query_head
                                         : zeros;
         for (int lane = 0; lane < L; lane += 8)
-            transpose_8(rows + lane, a.head_dim * sizeof(T) / 4, [=](int64_t i, __m256i dwords) {
+            transpose_8(rows + lane, a.head_dim * sizeof(T) / 4, [=](int64_t i, Eight dwords) {
                 if constexpr (sizeof(T) < sizeof(X)) {
                     float* at = (float*)to + 2 * i * L + lane;
-                    _mm256_storeu_si256((__m256i*)at, _mm256_slli_epi32(dwords, 16));
-                    _mm256_storeu_si256((__m256i*)(at + L),
-                                        _mm256_and_si256(dwords, _mm256_set1_epi32(-65536)));
+                    dwords.first_of_pairs().store(at);
+                    dwords.second_of_pairs().store(at + L);
                 } else {
-                    _mm256_storeu_si256((__m256i*)((uint32_t*)to + i * L + lane), dwords);
+                    dwords.store((uint32_t*)to + i * L + lane);
                 }
             });
     }
@@ -204,13 +203,8 @@ struct EncoderAttender {
             for (int i = 0; i < count; i += 2) {
                 const T *first = value + i * a.value_row,
                         *second = i + 1 < count ? first + a.value_row : zeros;
-                for (int64_t d = 0; d < a.head_dim; d += 8) {
-                    __m128i x = _mm_loadu_si128((const __m128i*)(first + d)),
-                            y = _mm_loadu_si128((const __m128i*)(second + d));
-                    __m128i* to = (__m128i*)(values + i * a.head_dim + 2 * d);
-                    _mm_storeu_si128(to, _mm_unpacklo_epi16(x, y));
-                    _mm_storeu_si128(to + 1, _mm_unpackhi_epi16(x, y));
-                }
+                for (int64_t d = 0; d < a.head_dim; d += 8)
+                    interleave_8(first + d, second + d, values + i * a.head_dim + 2 * d);
             }
         }
     }
@@ -294,13 +288,13 @@ struct EncoderAttender {
         for (int64_t d = 0; d < dwords; d += 8) {
             const void* rows[8];
             for (int i = 0; i < 8; i++) rows[i] = sums + (d + i) * L;
-            transpose_8(rows, L, [&](int64_t lane, __m256i numbers) {
+            transpose_8(rows, L, [&](int64_t lane, Eight numbers) {
                 const int64_t row = first + lane;
                 if (row >= num_rows) return;
                 T* to =
                     out + (row / plan.group * a.heads + row % plan.group) * a.head_dim + d * WIDTH;
-                if (d + 8 <= dwords) _mm256_storeu_si256((__m256i*)to, numbers);
-                else _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(numbers));
+                if (d + 8 <= dwords) numbers.store(to);
+                else numbers.store_four(to);
             });
         }
     }

@@ -16,7 +16,8 @@
 constexpr int KEYS = 64;  // per tile: its keys and values stay in the L1 cache while all rows pass
 // a maximum over nothing: finite, so that a difference of two is not NaN
 constexpr float NO_SCORE = -3.4028235e38f;
-constexpr auto FETCH = _MM_HINT_T1;
+
+inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into the L2 cache
 
 // Addresses of a tile's keys and values in the cache.
 template <typename C>
@@ -58,7 +59,7 @@ struct Fetch {
 
 private:
     void fetch_line() {
-        _mm_prefetch((const char*)rows[row] + at, FETCH);
+        fetch((const char*)rows[row] + at);
         if ((at += LINE) >= row_bytes) at = 0, row++;
     }
 };
@@ -70,30 +71,17 @@ inline void copy_row(const int8_t* from, int64_t size, uint16_t* to) { widen_row
 template <typename T>
 inline void copy_row(const T* from, int64_t size, T* to) {
     int64_t i = 0, bytes = size * sizeof(T);
-    for (; i + 32 <= bytes; i += 32)
-        _mm256_storeu_si256((__m256i*)((char*)to + i),
-                            _mm256_loadu_si256((const __m256i*)((const char*)from + i)));
-    if (i < bytes)
-        _mm_storeu_si128((__m128i*)((char*)to + i),
-                         _mm_loadu_si128((const __m128i*)((const char*)from + i)));
+    for (; i + 32 <= bytes; i += 32) Eight::load((const char*)from + i).store((char*)to + i);
+    if (i < bytes) std::memcpy((char*)to + i, (const char*)from + i, 16);
 }
 
 // 8 keys of `dwords` dwords each (a multiple of 4): put(i, the i-th dword of each).
 template <typename Put>
 inline void transpose_8(const void* const* keys, int64_t dwords, Put put) {
     for (int64_t i = 0; i < dwords; i += 4) {
-        __m256i x[4];
-        for (int j = 0; j < 4; j++) {
-            __m128i low = _mm_loadu_si128((const __m128i*)((const uint32_t*)keys[j] + i));
-            __m128i high = _mm_loadu_si128((const __m128i*)((const uint32_t*)keys[j + 4] + i));
-            x[j] = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
-        }
-        __m256i a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpackhi_epi32(x[0], x[1]);
-        __m256i c = _mm256_unpacklo_epi32(x[2], x[3]), d = _mm256_unpackhi_epi32(x[2], x[3]);
-        put(i, _mm256_unpacklo_epi64(a, c));
-        put(i + 1, _mm256_unpackhi_epi64(a, c));
-        put(i + 2, _mm256_unpacklo_epi64(b, d));
-        put(i + 3, _mm256_unpackhi_epi64(b, d));
+        Eight columns[4];
+        Eight::transpose(keys, i, columns);
+        for (int j = 0; j < 4; j++) put(i + j, columns[j]);
     }
 }
 
@@ -108,10 +96,10 @@ void transpose_keys(Slots<C>& slots, int64_t head_dim, T* out) {
     for (int key = 0; key < padded; key += 8) {
         const void* const* rows = (const void* const*)slots.keys + key;
         uint32_t* columns = (uint32_t*)out + key;
-        transpose_8(rows, head_dim * sizeof(C) / 4, [=](int64_t i, __m256i dwords) {
+        transpose_8(rows, head_dim * sizeof(C) / 4, [=](int64_t i, Eight dwords) {
             if constexpr (IS_SCALED<C>)
                 widen_fours(dwords, (T*)(columns + i * KEYS * sizeof(T)), KEYS);
-            else _mm256_storeu_si256((__m256i*)(columns + i * KEYS), dwords);
+            else dwords.store(columns + i * KEYS);
         });
     }
 }
@@ -141,8 +129,8 @@ struct Scales<int8_t> {
 
     void load(const Slots<int8_t>& slots, const Slots<int8_t>& following, bool seen_by_all) {
         for (int key = 0; key < following.count; key += 8) {
-            _mm_prefetch((const char*)following.key_scales[key], FETCH);
-            _mm_prefetch((const char*)following.value_scales[key], FETCH);
+            fetch(following.key_scales[key]);
+            fetch(following.value_scales[key]);
         }
         for (int key = 0; key < KEYS; key++) {
             keys[key] = key < slots.count ? *slots.key_scales[key] : 0;
@@ -256,7 +244,7 @@ inline Vec exp2_for_bf16(Vec x) {
     p = Vec::fma(p, r, Vec(2.41280081e-1f));
     p = Vec::fma(p, r, Vec(6.93044860e-1f));
     p = Vec::fma(p, r, Vec(1.0f));
-    return Vec::scale_by_power(p, x);
+    return Vec::scale_by_floor(p, x);
 }
 
 template <>

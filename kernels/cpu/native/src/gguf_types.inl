@@ -22,7 +22,7 @@ constexpr int64_t GROUP_BLOCKS = 256, BLOCK_SIZE = 32, BLOCKS = GROUP_BLOCKS / B
 inline float half_at(const char* p) {
     uint16_t bits;
     std::memcpy(&bits, p, 2);
-    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
+    return float_of_half(bits);
 }
 inline float float_of(int32_t bits) {
     float x;
@@ -78,13 +78,7 @@ struct BlockType : BlockKind<MOST_STORED, LESS != 0, HAS_LEAST, PARTS_BESIDE> {
     // What removes ZERO from an exact sum; or the sum of x, which the least weight multiplies.
     static void terms(const int8_t* numbers, const float* scales, int32_t* to) {
         int32_t sums[GROUP / 8];  // of 8 numbers
-        alignas(32) int64_t four[4];
-        for (int64_t i = 0; i < GROUP / 8; i += 4, numbers += 32) {
-            __m256i from_0 = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)numbers),
-                                              _mm256_set1_epi8((char)0x80));
-            _mm256_store_si256((__m256i*)four, _mm256_sad_epu8(from_0, _mm256_setzero_si256()));
-            for (int64_t j = 0; j < 4; j++) sums[i + j] = (int32_t)four[j] - 128 * 8;
-        }
+        for (int64_t i = 0; i < GROUP / 8; i += 4) sums_of_8(numbers + 8 * i, sums + i);
         constexpr int64_t OF_PART = BLOCK_SIZE / PARTS_OF_32 / 8;
         for (int64_t i = 0; i < TERMS; i++) {
             int32_t sum = 0;

@@ -27,7 +27,8 @@ struct Isa {
     }
 };
 
-extern const Isa isa_avx2, isa_avx512, isa_avx512_bf16, isa_amx;
+extern const Isa isa_avx2, isa_avx512, isa_avx512_bf16, isa_amx;            // x86
+extern const Isa isa_neon, isa_neon_dotprod, isa_neon_i8mm, isa_neon_bf16;  // aarch64
 
 inline int64_t rows_of(const Call& call, const Step& step) {
     return call.rows >= 0 ? call.rows : call.rows == -1 ? step.num_tokens : step.num_logits;

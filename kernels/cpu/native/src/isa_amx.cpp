@@ -32,6 +32,7 @@ namespace amx {
 #endif
 #include "vec_avx512.h"
 #include "ints_avx512.h"
+#include "eight_x86.h"
 #include "kernels.inl"
 }  // namespace amx
 

@@ -18,6 +18,7 @@
 namespace avx2 {
 #include "vec_avx2.h"
 #include "ints_avx2.h"
+#include "eight_x86.h"
 #include "kernels.inl"
 }  // namespace avx2
 

@@ -26,6 +26,7 @@ namespace avx512 {
 #endif
 #include "vec_avx512.h"
 #include "ints_avx512.h"
+#include "eight_x86.h"
 #include "kernels.inl"
 }  // namespace avx512
 

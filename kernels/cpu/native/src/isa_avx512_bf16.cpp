@@ -29,6 +29,7 @@ namespace avx512_bf16 {
 #endif
 #include "vec_avx512.h"
 #include "ints_avx512.h"
+#include "eight_x86.h"
 #include "kernels.inl"
 }  // namespace avx512_bf16
 

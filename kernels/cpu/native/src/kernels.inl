@@ -13,27 +13,36 @@
 #include "attention.inl"
 #include "attention_encoder.inl"
 
-#ifdef QUIRE_BF16
-// Those that multiply bf16 or, in tiles, integers; the others are AVX-512's.
+#if defined(QUIRE_BF16) || defined(QUIRE_INTEGERS)
+// Those that multiply bf16 or integers with this instruction set's own instructions; the others are
+// its base's.
 struct Kernels {
     Kernel by_op[NUM_OPS] = {};
     constexpr Kernels() {
+#ifdef QUIRE_BF16
         by_op[OP_LINEAR] = linear;
         by_op[OP_ATTENTION] = attention;
         by_op[OP_ENCODER_ATTENTION] = encoder_attention;
         by_op[OP_EXPERTS_LINEAR] = experts_linear;
         by_op[OP_ADD_LORA] = add_lora;
         by_op[OP_HEADS_LINEAR] = heads_linear;
-#ifdef QUIRE_AMX
+#endif
+#if defined(QUIRE_AMX) || defined(QUIRE_INTEGERS)
         using quantized::Int8Dot, quantized::Int4Dot;
         by_op[OP_LINEAR_INT8] = quantized::quantized_linear<Int8Dot>;
         by_op[OP_LINEAR_INT4] = quantized::quantized_linear<Int4Dot>;
         by_op[OP_EXPERTS_LINEAR_INT8] = quantized::experts_linear_of<Int8Dot>;
         by_op[OP_EXPERTS_LINEAR_INT4] = quantized::experts_linear_of<Int4Dot>;
-#define SET(F) by_op[OP_LINEAR_##F] = quantized::if_many<quantized::quantized_linear<quantized::F>>
+#ifdef QUIRE_AMX
+#define BLOCK_KERNEL(F) quantized::if_many<F>
+#else
+#define BLOCK_KERNEL(F) F
+#endif
+#define SET(F) by_op[OP_LINEAR_##F] = BLOCK_KERNEL(quantized::quantized_linear<quantized::F>)
         FOR_BLOCK_TYPES(SET);
 #undef SET
-        by_op[OP_EXPERTS_LINEAR_BLOCKS] = quantized::if_many<quantized::experts_linear_blocks>;
+        by_op[OP_EXPERTS_LINEAR_BLOCKS] = BLOCK_KERNEL(quantized::experts_linear_blocks);
+#undef BLOCK_KERNEL
 #endif
     }
 };

@@ -34,22 +34,9 @@ inline int64_t hadamard_size(int64_t head_dim) { return head_dim & -head_dim; }
 inline void hadamard(float* x, int64_t head_dim) {
     for (int64_t stride = hadamard_size(head_dim) / 2; stride >= 8; stride /= 2)
         for (int64_t start = 0; start < head_dim; start += 2 * stride)
-            for (float* at = x + start; at < x + start + stride; at += 8) {
-                __m256 a = _mm256_loadu_ps(at), b = _mm256_loadu_ps(at + stride);
-                _mm256_storeu_ps(at, _mm256_add_ps(a, b));
-                _mm256_storeu_ps(at + stride, _mm256_sub_ps(a, b));
-            }
-    const __m256 four = _mm256_setr_ps(0, 0, 0, 0, -0.0f, -0.0f, -0.0f, -0.0f),
-                 two = _mm256_setr_ps(0, 0, -0.0f, -0.0f, 0, 0, -0.0f, -0.0f),
-                 one = _mm256_setr_ps(0, -0.0f, 0, -0.0f, 0, -0.0f, 0, -0.0f);
-    // strides of 4, 2 and 1: numbers change places, and the later ones their sign
-    for (float* at = x; at < x + head_dim; at += 8) {
-        __m256 v = _mm256_loadu_ps(at);
-        v = _mm256_add_ps(_mm256_permute2f128_ps(v, v, 1), _mm256_xor_ps(v, four));
-        v = _mm256_add_ps(_mm256_permute_ps(v, 0x4e), _mm256_xor_ps(v, two));
-        v = _mm256_add_ps(_mm256_permute_ps(v, 0xb1), _mm256_xor_ps(v, one));
-        _mm256_storeu_ps(at, v);
-    }
+            for (float* at = x + start; at < x + start + stride; at += 8)
+                add_and_subtract_8(at, at + stride);
+    for (float* at = x; at < x + head_dim; at += 8) hadamard_8(at);
 }
 
 // heads [., head_dim], `head` apart, of one token -> its slot of the cache
@@ -93,39 +80,22 @@ void store_token(const A& a, int64_t row, int64_t slot) {
 }
 
 // A row of integers as T, which holds them exactly. size: a multiple of 16.
-inline __m256 eight_floats(const int8_t* from) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-}
 inline void widen_row(const int8_t* from, int64_t size, float* out) {
-    for (int64_t i = 0; i < size; i += 8) _mm256_storeu_ps(out + i, eight_floats(from + i));
+    for (int64_t i = 0; i < size; i += 8) widen_8(from + i, out + i);
 }
 inline void widen_row(const int8_t* from, int64_t size, uint16_t* out) {
-    for (int64_t i = 0; i < size; i += 16) {
-        __m256i low = _mm256_srli_epi32(_mm256_castps_si256(eight_floats(from + i)), 16);
-        __m256i high = _mm256_srli_epi32(_mm256_castps_si256(eight_floats(from + i + 8)), 16);
-        _mm256_storeu_si256((__m256i*)(out + i),
-                            _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8));
-    }
+    for (int64_t i = 0; i < size; i += 16) widen_16(from + i, out + i);
 }
 
 // Four integers of each of 8 rows -> their columns: 4 of fp32, or 2 of pairs of bf16, `apart`
 // dwords apart.
-template <int I>
-inline __m256i float_of_fours(__m256i fours) {
-    return _mm256_castps_si256(
-        _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(fours, 24 - 8 * I), 24)));
+inline void widen_fours(Eight fours, float* out, int64_t apart) {
+    fours.float_of_byte<0>().store(out);
+    fours.float_of_byte<1>().store(out + apart);
+    fours.float_of_byte<2>().store(out + 2 * apart);
+    fours.float_of_byte<3>().store(out + 3 * apart);
 }
-inline void widen_fours(__m256i fours, float* out, int64_t apart) {
-    _mm256_storeu_si256((__m256i*)out, float_of_fours<0>(fours));
-    _mm256_storeu_si256((__m256i*)(out + apart), float_of_fours<1>(fours));
-    _mm256_storeu_si256((__m256i*)(out + 2 * apart), float_of_fours<2>(fours));
-    _mm256_storeu_si256((__m256i*)(out + 3 * apart), float_of_fours<3>(fours));
-}
-inline void widen_fours(__m256i fours, uint16_t* out, int64_t apart) {
-    _mm256_storeu_si256(
-        (__m256i*)out,
-        _mm256_or_si256(_mm256_srli_epi32(float_of_fours<0>(fours), 16), float_of_fours<1>(fours)));
-    _mm256_storeu_si256(
-        (__m256i*)(out + 2 * apart),
-        _mm256_or_si256(_mm256_srli_epi32(float_of_fours<2>(fours), 16), float_of_fours<3>(fours)));
+inline void widen_fours(Eight fours, uint16_t* out, int64_t apart) {
+    Eight::pairs(fours.float_of_byte<0>(), fours.float_of_byte<1>()).store(out);
+    Eight::pairs(fours.float_of_byte<2>(), fours.float_of_byte<3>()).store(out + 2 * apart);
 }

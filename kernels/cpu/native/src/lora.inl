@@ -31,12 +31,10 @@ template <>
 struct LoraDot<uint16_t> {
     // one rank is so short that the next ones begin before it ends, and A is one stream, which the
     // processor prefetches
-    static constexpr int STEP = 32, RANKS_OF_ONE_ROW = 1;
-    using Numbers = __m512i;
-    static Numbers load(const uint16_t* p) { return _mm512_loadu_si512(p); }
-    static Vec add(Vec sum, Numbers a, Numbers x) {
-        return _mm512_dpbf16_ps(sum.v, (__m512bh)a, (__m512bh)x);
-    }
+    static constexpr int STEP = 2 * Vec::LANES, RANKS_OF_ONE_ROW = 1;
+    using Numbers = DotBf16::Pairs;
+    static Numbers load(const uint16_t* p) { return DotBf16::weights(p, 0); }
+    static Vec add(Vec sum, Numbers a, Numbers x) { return DotBf16::add(sum, a, x); }
 };
 #endif
 

@@ -1,11 +1,10 @@
 // Packs linear layers' weights in the layout that linear.inl reads.
-#include <emmintrin.h>
-
 #include <algorithm>
 #include <cstring>
 
 #include "abi.h"
 #include "pool.h"
+#include "words.h"
 
 namespace {
 
@@ -22,16 +21,10 @@ struct Packing {
 // Four lines of four rows: 16 bytes of each row become 16 bytes of each line. The stores bypass the
 // caches, because the result is not read before all is packed.
 inline void transpose(const char* weight, int64_t row_bytes, char* packed) {
-    __m128i a = _mm_loadu_si128((const __m128i*)weight),
-            b = _mm_loadu_si128((const __m128i*)(weight + row_bytes));
-    __m128i c = _mm_loadu_si128((const __m128i*)(weight + 2 * row_bytes)),
-            d = _mm_loadu_si128((const __m128i*)(weight + 3 * row_bytes));
-    __m128i ab_low = _mm_unpacklo_epi32(a, b), ab_high = _mm_unpackhi_epi32(a, b);
-    __m128i cd_low = _mm_unpacklo_epi32(c, d), cd_high = _mm_unpackhi_epi32(c, d);
-    _mm_stream_si128((__m128i*)packed, _mm_unpacklo_epi64(ab_low, cd_low));
-    _mm_stream_si128((__m128i*)(packed + PANEL * 4), _mm_unpackhi_epi64(ab_low, cd_low));
-    _mm_stream_si128((__m128i*)(packed + 2 * PANEL * 4), _mm_unpacklo_epi64(ab_high, cd_high));
-    _mm_stream_si128((__m128i*)(packed + 3 * PANEL * 4), _mm_unpackhi_epi64(ab_high, cd_high));
+    Four x[4];
+    for (int row = 0; row < 4; row++) x[row] = load_four(weight + row * row_bytes);
+    transpose_fours(x);
+    for (int line = 0; line < 4; line++) stream_four(packed + line * PANEL * 4, x[line]);
 }
 
 // A line of a panel holds 4 bytes of each of its 16 rows: one fp32 number or a pair of bf16.
@@ -64,7 +57,7 @@ void pack(const Worker& worker, void* argument, int32_t) {
     int64_t panels = (p.out_features + PANEL - 1) / PANEL;
     for (int64_t panel; (panel = worker.next(panels)) < panels;) pack_panel(p, panel);
     // makes the stores that bypass the caches visible before the other threads are notified
-    _mm_sfence();
+    end_streams();
 }
 
 }  // namespace

@@ -1,11 +1,10 @@
 // Packs the blocks of a GGUF file in the layout that gguf_types.inl states.
-#include <emmintrin.h>
-
 #include <algorithm>
 #include <cstring>
 
 #include "abi.h"
 #include "pool.h"
+#include "words.h"
 
 namespace {
 
@@ -20,16 +19,10 @@ struct Packing {
 
 // 16 bytes of each of four rows become four lines of 16 bytes
 inline void transpose(const char* const* rows, int64_t at, char* packed) {
-    __m128i a = _mm_loadu_si128((const __m128i*)(rows[0] + at)),
-            b = _mm_loadu_si128((const __m128i*)(rows[1] + at)),
-            c = _mm_loadu_si128((const __m128i*)(rows[2] + at)),
-            d = _mm_loadu_si128((const __m128i*)(rows[3] + at));
-    __m128i ab_low = _mm_unpacklo_epi32(a, b), ab_high = _mm_unpackhi_epi32(a, b);
-    __m128i cd_low = _mm_unpacklo_epi32(c, d), cd_high = _mm_unpackhi_epi32(c, d);
-    _mm_store_si128((__m128i*)packed, _mm_unpacklo_epi64(ab_low, cd_low));
-    _mm_store_si128((__m128i*)(packed + PANEL * 4), _mm_unpackhi_epi64(ab_low, cd_low));
-    _mm_store_si128((__m128i*)(packed + 2 * PANEL * 4), _mm_unpacklo_epi64(ab_high, cd_high));
-    _mm_store_si128((__m128i*)(packed + 3 * PANEL * 4), _mm_unpackhi_epi64(ab_high, cd_high));
+    Four x[4];
+    for (int row = 0; row < 4; row++) x[row] = load_four(rows[row] + at);
+    transpose_fours(x);
+    for (int line = 0; line < 4; line++) store_four(packed + line * PANEL * 4, x[line]);
 }
 
 // Bytes [begin, end) of a block of 16 rows: pieces of `width` bytes of the rows side by side

@@ -30,6 +30,8 @@ constexpr int64_t AWAKE_BETWEEN_RUNS_NS = 100'000;
 inline void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");
 #endif
 }
 

@@ -39,13 +39,8 @@ struct GroupOfWeights {
                              size);
         }
         for (int64_t i = 0; i < PANEL; i += 4)
-            for (int64_t k = 0; k < GROUP; k += 4) {
-                __m128 w[4];
-                for (int row = 0; row < 4; row++) w[row] = _mm_load_ps(rows[i + row] + k);
-                _MM_TRANSPOSE4_PS(w[0], w[1], w[2], w[3]);
-                for (int column = 0; column < 4; column++)
-                    _mm_store_ps(at[k + column] + i, w[column]);
-            }
+            for (int64_t k = 0; k < GROUP; k += 4)
+                transpose_4(rows[i] + k, GROUP, at[k] + i, PANEL);
     }
     Vec lanes(int64_t k, int part) const { return Vec::load(&at[k][part * Vec::LANES]); }
 };

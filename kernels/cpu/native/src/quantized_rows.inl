@@ -3,16 +3,7 @@
 // The largest magnitude of values [size], a multiple of 16; NaN or infinity if one of them is
 // either, because their bits as integers are in this order.
 inline float largest_magnitude(const uint16_t* values, int64_t size) {
-    __m256i most = _mm256_setzero_si256();
-    for (int64_t i = 0; i < size; i += 16)
-        most = _mm256_max_epu16(most,
-                                _mm256_and_si256(_mm256_loadu_si256((const __m256i*)(values + i)),
-                                                 _mm256_set1_epi16(0x7fff)));
-    const __m128i of_8 =
-        _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-    // of the complements
-    const __m128i least = _mm_minpos_epu16(_mm_xor_si128(of_8, _mm_set1_epi16(-1)));
-    return Number<uint16_t>::get((uint16_t)~_mm_extract_epi16(least, 0));
+    return Number<uint16_t>::get(largest_of_15_bits(values, size));
 }
 inline float largest_magnitude(const float* values, int64_t size) {
     Vec largest, spoilt;
@@ -45,15 +36,9 @@ struct Scaling {
     }
 };
 
-// The sum of `size` numbers, a multiple of 32, with instructions of every processor that has AVX2
+// The sum of `size` numbers, a multiple of 32
 inline int32_t sum_of(const int8_t* numbers, int64_t size) {
-    if (size > 32) return sum_of(numbers, 32) + sum_of(numbers + 32, size - 32);
-    // each plus 128
-    __m256i from_0 =
-        _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)numbers), _mm256_set1_epi8((char)0x80));
-    __m256i of_8 = _mm256_sad_epu8(from_0, _mm256_setzero_si256());
-    __m128i of_16 = _mm_add_epi64(_mm256_castsi256_si128(of_8), _mm256_extracti128_si256(of_8, 1));
-    return _mm_cvtsi128_si32(_mm_add_epi64(of_16, _mm_unpackhi_epi64(of_16, of_16))) - 128 * 32;
+    return sum_of_32(numbers) + (size > 32 ? sum_of(numbers + 32, size - 32) : 0);
 }
 
 // x in the layout of a Dot: rows [groups][GROUP] padded with zeros, a scale per UNDER_SCALE of

@@ -35,6 +35,8 @@ int32_t wait_for(const Exchange& a, int64_t rank, uint32_t number) {
             if (has_begun(other.value.load(std::memory_order_acquire), number)) return 0;
 #if defined(__x86_64__)
             __builtin_ia32_pause();
+#elif defined(__aarch64__)
+            asm volatile("isb");
 #endif
         }
     } while (now_ns() - begin < a.awake_ns);

@@ -9,6 +9,11 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace {
@@ -62,6 +67,39 @@ const Isa* find(const char* name) {
     if (!std::strcmp(name, "avx512_bf16") && has_avx512_bf16()) return &isa_avx512_bf16;
     if (!std::strcmp(name, "avx512") && has_avx512()) return &isa_avx512;
     if (!std::strcmp(name, "avx2") && has_avx2()) return &isa_avx2;
+    return nullptr;
+}
+#elif defined(__aarch64__)
+struct Features {
+    bool dotprod, i8mm, bf16;
+};
+
+#if defined(__linux__)
+Features features() {
+    const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+    return {(first & HWCAP_ASIMDDP) != 0, (second & HWCAP2_I8MM) != 0, (second & HWCAP2_BF16) != 0};
+}
+#elif defined(__APPLE__)
+bool has(const char* name) {
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
+}
+Features features() {
+    return {has("hw.optional.arm.FEAT_DotProd"), has("hw.optional.arm.FEAT_I8MM"),
+            has("hw.optional.arm.FEAT_BF16")};
+}
+#else
+Features features() { return {}; }
+#endif
+
+const Isa* find(const char* name) {
+    const Features has = features();
+    const bool i8mm = has.dotprod && has.i8mm;
+    if (!std::strcmp(name, "neon_bf16") && i8mm && has.bf16) return &isa_neon_bf16;
+    if (!std::strcmp(name, "neon_i8mm") && i8mm) return &isa_neon_i8mm;
+    if (!std::strcmp(name, "neon_dotprod") && has.dotprod) return &isa_neon_dotprod;
+    if (!std::strcmp(name, "neon")) return &isa_neon;
     return nullptr;
 }
 #else

@@ -61,6 +61,8 @@ struct Vec {
     static Vec round(Vec a) {
         return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     }
+    // a * 2**floor(n)
+    static Vec scale_by_floor(Vec a, Vec n) { return _mm512_scalef_ps(a.v, n.v); }
     // x - floor(x), 0 where x is infinite
     Vec fraction() const { return _mm512_reduce_ps(v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
     static Vec scale_by_power(Vec a, Vec n) { return _mm512_scalef_ps(a.v, n.v); }
@@ -141,12 +143,16 @@ struct DotF32 {
 struct DotBf16 {
     using Weight = uint16_t;
     using X = uint16_t;
+    using Pairs = __m512i;
     static constexpr int STEPS = 1, X_PER_STEP = 2;  // a pair of k per instruction
-    static __m512i weights(const uint16_t* p, int) { return _mm512_loadu_si512(p); }
-    static Vec add(Vec sum, __m512i weights, const uint16_t* x) {
+    static Pairs weights(const uint16_t* p, int) { return _mm512_loadu_si512(p); }
+    static Vec add(Vec sum, Pairs weights, const uint16_t* x) {
         int32_t pair;
         __builtin_memcpy(&pair, x, 4);
-        return _mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)weights);
+        return add(sum, _mm512_set1_epi32(pair), weights);
+    }
+    static Vec add(Vec sum, Pairs a, Pairs b) {
+        return _mm512_dpbf16_ps(sum.v, (__m512bh)a, (__m512bh)b);
     }
 };
 #else

@@ -1,0 +1,140 @@
+"""Native kernels for aarch64 have the bits of AVX2: calls of every operation are recorded, and
+replayed by the library that a cross compiler makes, under qemu's user-mode emulation.
+
+    pytest -m aarch64
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from quire.kernels.cpu.native.calls import BF16
+from quire.kernels.cpu.native.library import library
+from quire.tests.kernels import cases
+from quire.tests.kernels.native.compiled import HERE, compile_library, find_compiler
+from quire.tests.kernels.native.crossed import Recording, recorded
+from quire.tests.kernels.native.test_isas import NATIVE, native
+from quire.tests.kernels.test_parity import label
+
+COMPILER, QEMU = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+SYSTEM = Path("/usr/aarch64-linux-gnu")  # the cross compiler's C library
+# A processor of qemu that has this instruction set and no better one, or all of them
+PROCESSORS = {
+    "neon": "cortex-a53",
+    "neon_dotprod": "cortex-a76",
+    "neon_i8mm": "max",
+    "neon_bf16": "max",
+}
+# They add pairs of bf16 products with the roundings of their instructions.
+OWN_BITS = (
+    "LINEAR",
+    "HEADS_LINEAR",
+    "EXPERTS_LINEAR",
+    "ATTENTION",
+    "ENCODER_ATTENTION",
+    "ADD_LORA",
+)
+TOLERANCE = 2**-7
+
+pytestmark = [
+    pytest.mark.aarch64,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        COMPILER is None or QEMU is None or find_compiler() is None,
+        reason="needs g++, aarch64-linux-gnu-g++ and qemu-aarch64 "
+        "(apt-get install g++ g++-aarch64-linux-gnu qemu-user)",
+    ),
+    pytest.mark.skipif(
+        library is None or "avx2" not in library.isas, reason="needs native kernels with AVX2"
+    ),
+]
+
+
+class Replayer:
+    """The library and the replaying program, compiled for this processor and for aarch64."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        if given := os.environ.get("QUIRE_AARCH64_LIBRARY"):  # compiled before
+            self.library = Path(given)
+        else:
+            self.library = compile_library(directory, "-O1", compiler=COMPILER)
+        for compiler, name in ((find_compiler(), "here"), (COMPILER, "there")):
+            source = HERE / "replay_calls.cpp"
+            command = [compiler, "-std=c++17", "-O1", source, "-o", directory / name, "-ldl"]
+            subprocess.run(command, check=True)
+
+    def run(self, recording: Recording, isa: str, threads: int = 1) -> list[list[bytes]]:
+        """Returns the memory of each call after it ran."""
+        calls, results = self.directory / "calls", self.directory / "results"
+        recording.write(calls)
+        if isa == "avx2":
+            command = [str(self.directory / "here"), library._dll._name]
+        else:
+            emulated = [QEMU, "-cpu", PROCESSORS[isa], "-L", str(SYSTEM)]
+            command = [*emulated, str(self.directory / "there"), str(self.library)]
+        command += [isa, str(threads), str(calls), str(results)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return recording.split(results.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def replayer(tmp_path_factory: pytest.TempPathFactory) -> Replayer:
+    return Replayer(tmp_path_factory.mktemp("aarch64"))
+
+
+def numbers(data: bytes, dtype: int) -> np.ndarray:
+    """Memory as numbers of a call's dtype, in fp32."""
+    width = 2 if dtype == BF16 else 4
+    words = np.frombuffer(data[: len(data) // width * width], np.dtype(f"u{width}"))
+    return (words.astype(np.uint32) << (32 - 8 * width)).view(np.float32)
+
+
+def differences(before: bytes, expected: bytes, result: bytes, dtype: int) -> float:
+    """The largest difference, relative to the largest number that was written; 0 where the bits are
+    equal, or where both are NaN.
+    """
+    if expected == result:
+        return 0
+    start, want, have = (numbers(data, dtype) for data in (before, expected, result))
+    written = (want.view(np.uint32) != start.view(np.uint32)) | (
+        have.view(np.uint32) != start.view(np.uint32)
+    )
+    want, have = want[written], have[written]
+    apart = (want.view(np.uint32) != have.view(np.uint32)) & ~(np.isnan(want) & np.isnan(have))
+    if not apart.any():
+        return 0
+    size = np.abs(want[np.isfinite(want)]).max(initial=1e-30)
+    return float(np.nan_to_num(np.abs(want - have)[apart] / size, nan=np.inf).max())
+
+
+@pytest.mark.parametrize("isa", PROCESSORS)
+@pytest.mark.parametrize(("op", "dtype"), NATIVE, ids=label)
+def test_results_are_those_of_avx2(replayer, isa, op, dtype):
+    torch.manual_seed(0)
+    with recorded() as recording:
+        for case in cases.MODEL_OPS[op](dtype):
+            case.run(native(op).function)
+    assert recording.records
+    expected, results = replayer.run(recording, "avx2"), replayer.run(recording, isa)
+    for record, here, there in zip(recording.records, expected, results, strict=True):
+        rounds_otherwise = isa == "neon_bf16" and record.dtype == BF16 and record.name in OWN_BITS
+        for region, want, have in zip(record.regions, here, there, strict=True):
+            apart = differences(region.data, want, have, record.dtype)
+            assert apart <= (TOLERANCE if rounds_otherwise else 0), (record.name, region.size)
+
+
+@pytest.mark.parametrize(("processor", "isa"), [("cortex-a53", "neon_dotprod"), ("max", "avx2")])
+def test_an_instruction_set_that_is_missing_is_refused(replayer, processor, isa, tmp_path):
+    (tmp_path / "calls").write_bytes(bytes(8))
+    command = [QEMU, "-cpu", processor, "-L", SYSTEM, replayer.directory / "there"]
+    command += [replayer.library, isa, "1", tmp_path / "calls", tmp_path / "results"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "does not have the instruction set" in done.stderr

@@ -1,4 +1,5 @@
-"""Native kernels for x86 and aarch64 CPUs are in a C++ library (src/) that is called with raw pointers.
+"""Native kernels for x86 and aarch64 CPUs are in a C++ library (src/) that is called with raw
+pointers.
 
 Must not know: models, requests.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,29 @@ def test_results_are_those_of_avx2(replayer, isa, op, dtype):
         for region, want, have in zip(record.regions, here, there, strict=True):
             apart = differences(region.data, want, have, record.dtype)
             assert apart <= (TOLERANCE if rounds_otherwise else 0), (record.name, region.size)
+
+
+def outputs(recording: Recording, results: list[list[bytes]]) -> list[bytes]:
+    """What the linear layers of a recording wrote."""
+    return [
+        after
+        for record, regions in zip(recording.records, results, strict=True)
+        for region, after in zip(record.regions, regions, strict=True)
+        if record.name == "LINEAR" and after != region.data
+    ]
+
+
+def test_a_row_is_the_same_bits_alone_and_in_products_of_matrices(replayer):
+    torch.manual_seed(1)
+    for case in cases.pack_linear(torch.bfloat16):
+        x, run = case.args[0][:7], native("pack_linear").function
+        with recorded() as together:
+            replace(case, args=(x, *case.args[1:])).run(run)
+        with recorded() as alone:
+            for row in x.split(1):
+                replace(case, args=(row, *case.args[1:])).run(run)
+        joined = b"".join(outputs(alone, replayer.run(alone, "neon_bf16")))
+        assert b"".join(outputs(together, replayer.run(together, "neon_bf16"))) == joined, case.name
 
 
 @pytest.mark.parametrize(("processor", "isa"), [("cortex-a53", "neon_dotprod"), ("max", "avx2")])

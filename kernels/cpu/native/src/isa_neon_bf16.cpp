@@ -18,6 +18,7 @@
 
 namespace neon_bf16 {
 #define QUIRE_BF16 1
+#define QUIRE_BFMMLA 1
 #include "vec_neon.h"
 #include "ints_neon.h"
 #include "eight_neon.h"

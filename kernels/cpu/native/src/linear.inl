@@ -16,6 +16,9 @@ constexpr int64_t PANEL = 16;  // columns of the result
 #include "block_vec.inl"
 #ifdef QUIRE_AMX
 #include "block_amx.inl"
+#elif defined(QUIRE_BFMMLA)
+#include "block_matrix.inl"
+using Bf16Block = MatrixBlock;
 #else
 using Bf16Block = VecBlock<DotBf16>;
 #endif

@@ -237,6 +237,41 @@ struct DotBf16 {
         return {vbfdotq_f32(sum.v.low, a.low, b.low), vbfdotq_f32(sum.v.high, a.high, b.high)};
     }
 };
+
+// Two rows times four columns of four k: sums of 2 x 2
+struct PairsOfRows {
+    using Numbers = bfloat16x8_t;
+    float32x4_t sum[2] = {vdupq_n_f32(0), vdupq_n_f32(0)};
+
+    // Four numbers of each row
+    static Numbers numbers(const uint16_t* first, const uint16_t* second) {
+        return vreinterpretq_bf16_u16(vcombine_u16(vld1_u16(first), vld1_u16(second)));
+    }
+    // Four columns of two lines of pairs
+    struct Columns {
+        Numbers of_two[2];
+        Columns(const uint16_t* line, const uint16_t* next) {
+            const uint32x4_t a = vreinterpretq_u32_u16(vld1q_u16(line)),
+                             b = vreinterpretq_u32_u16(vld1q_u16(next));
+            of_two[0] = vreinterpretq_bf16_u32(vzip1q_u32(a, b));
+            of_two[1] = vreinterpretq_bf16_u32(vzip2q_u32(a, b));
+        }
+    };
+    void add(Numbers rows, const Columns& columns) {
+        for (int i = 0; i < 2; i++) sum[i] = vbfmmlaq_f32(sum[i], rows, columns.of_two[i]);
+    }
+    // second: null if there is no such row. Sums are added to, unless they are the first.
+    void store(float* first, float* second, bool is_first) const {
+        const float64x2_t a = vreinterpretq_f64_f32(sum[0]), b = vreinterpretq_f64_f32(sum[1]);
+        store_row(vreinterpretq_f32_f64(vzip1q_f64(a, b)), first, is_first);
+        if (second) store_row(vreinterpretq_f32_f64(vzip2q_f64(a, b)), second, is_first);
+    }
+
+private:
+    static void store_row(float32x4_t row, float* to, bool is_first) {
+        vst1q_f32(to, is_first ? row : vaddq_f32(vld1q_f32(to), row));
+    }
+};
 #else
 struct DotBf16 {
     using Weight = uint16_t;

@@ -184,7 +184,8 @@ def check_kernels(cpu_isa: str) -> Finding:
     if not isas:
         return passed(
             "native kernels",
-            "none for this processor (they need aarch64, or x86 with AVX2): torch's kernels are used",
+            "none for this processor (they need aarch64 or x86 with AVX2): torch's kernels are "
+            "used",
         )
     if not are_kernels_built():
         fix = "install a C++ compiler (apt install g++), then Quire again (pip install -e .)"

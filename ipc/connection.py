@@ -35,6 +35,7 @@ from .sockets import (
     make_pull,
     make_router,
     make_wire,
+    remove_files,
 )
 
 if TYPE_CHECKING:
@@ -190,3 +191,4 @@ class Connection:
         self.router.close()
         self.pull.close(linger=0)
         self.context.term()
+        remove_files(self.wire)

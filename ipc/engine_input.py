@@ -50,6 +50,7 @@ from .messages import (
     UtilityCall,
     UtilityResult,
 )
+from .operating_system import SYSTEM
 from .process import LEAVE_SIGNAL, SignalPipe
 from .socket_files import SocketFile
 from .sockets import Wire, connect_dealer, has_message, ipc_path, receive
@@ -396,7 +397,7 @@ class EngineInput:
 
     def _serve(self, connection: socket.socket, wire: Wire) -> None:
         pid = credentials_of(connection).pid
-        pidfd = os.pidfd_open(pid) if pid else None  # 0: of another container
+        pidfd = SYSTEM.watch(pid) if pid else None  # 0: of another container
         try:
             send_answer(connection, Served(os.getpid()))
             client_index = self._add_client(wire, connection, pidfd)

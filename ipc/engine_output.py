@@ -17,7 +17,6 @@ In the other direction only what users submit is limited: a request is in one pr
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -38,6 +37,7 @@ from .messages import (
     FinishReason,
     UtilityResult,
 )
+from .process import WakePipe
 from .sockets import Wire, connect_push
 
 MAX_BACKLOG_BYTES = 64 * 2**20
@@ -109,9 +109,10 @@ class EngineOutput:
         self._codec = codec
         self._readers: dict[int, OutputClient] = {}
         self._orders: deque[Connect | Disconnect | Send | Close] = deque()
-        self._wake_fd = os.eventfd(0)
+        self._wake = WakePipe()
+        self._is_closed = False
         self._poller = zmq.Poller()
-        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._poller.register(self._wake.read_fd, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="quire-output", daemon=True)
 
     def start(self) -> None:
@@ -135,13 +136,13 @@ class EngineOutput:
         if self._thread.is_alive():
             self._order(Close(timeout_s))
             self._thread.join()
-        if self._wake_fd >= 0:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
+        if not self._is_closed:
+            self._wake.close()
+            self._is_closed = True
 
     def _order(self, order: Connect | Disconnect | Send | Close) -> None:
         self._orders.append(order)
-        os.eventfd_write(self._wake_fd, 1)
+        self._wake.wake()
 
     # ------------------------------------------------------------ in the output thread
 
@@ -162,8 +163,8 @@ class EngineOutput:
                 None if close_at is None else max(0, int((close_at - time.monotonic()) * 1000))
             )
             for ready, _ in self._poller.poll(timeout_ms):
-                if ready == self._wake_fd:
-                    os.eventfd_read(self._wake_fd)
+                if ready == self._wake.read_fd:
+                    self._wake.read()
                 else:
                     self._flush(
                         next(reader for reader in self._readers.values() if reader.push is ready)

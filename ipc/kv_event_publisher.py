@@ -37,6 +37,7 @@ from .kv_events import (
     encode_batch,
     parse_endpoint,
 )
+from .process import WakePipe
 from .sockets import has_message, ipc_path
 
 RETRY_MS = 200  # between attempts to bind an address that another process has
@@ -87,7 +88,7 @@ class KVEventPublisher:
             ) from None
         for _, endpoint in self._to_bind:
             logger.warning("KV events: %s is in use; taken when it is free", endpoint.address)
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = WakePipe()
         self._thread = threading.Thread(target=self._run, name="quire-kv-events", daemon=True)
         self._thread.start()
 
@@ -101,27 +102,27 @@ class KVEventPublisher:
         batch = EventBatch(time.time(), events, self._rank)  # type: ignore[arg-type]
         self._waiting.append((self._next_number, batch))
         self._next_number += 1
-        os.eventfd_write(self._wake_fd, 1)
+        self._wake.wake()
 
     def close(self) -> None:
         """Sends what waits. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
-        os.eventfd_write(self._wake_fd, 1)
+        self._wake.wake()
         self._thread.join(CLOSE_TIMEOUT_S)
 
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._wake_fd, zmq.POLLIN)
+        poller.register(self._wake.read_fd, zmq.POLLIN)
         if self._replay is not None:
             poller.register(self._replay, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(RETRY_MS if self._to_bind and self._waiting else None))
-            if self._wake_fd in ready:
-                os.eventfd_read(self._wake_fd)
+            if self._wake.read_fd in ready:
+                self._wake.read()
             try:
                 self._bind()
                 if not self._to_bind:

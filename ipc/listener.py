@@ -21,12 +21,12 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from .errors import EngineStartError, InvalidParameterError, QuireError
 from .messages import PROTOCOL, Attach, Served, TurnedAway
+from .operating_system import SYSTEM, Credentials
 from .socket_files import directory_lock
 from .sockets import Wire, ipc_path
 
@@ -38,29 +38,21 @@ ANSWER_TIMEOUT_S = 10.0  # of a daemon, whose input thread answers at once
 CLOSE_TIMEOUT_S = 10.0  # of a daemon, whose input thread closes the listener at once
 LISTEN_GRACE_S = 0.5  # how long a socket file may exist before it has a listener
 
+_LENGTH = struct.Struct("=H")
 _encode = msgspec.msgpack.Encoder().encode
 _decode_attach = msgspec.msgpack.Decoder(Attach).decode
 _decode_answer = msgspec.msgpack.Decoder(Served | TurnedAway).decode
 _decode_release = msgspec.msgpack.Decoder(TurnedAway).decode
 
 
-class Credentials(NamedTuple):
-    """The process at the other end, by the kernel."""
-
-    pid: int  # 0: it cannot be seen from here
-    uid: int
-
-
 def credentials_of(connection: socket.socket) -> Credentials:
     """For a connection to a listener: the process that called listen()."""
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid, uid, _ = struct.unpack("3i", data)
-    return Credentials(pid, uid)
+    return SYSTEM.credentials_of(connection)
 
 
 def network_namespace() -> int:
     """Names without a file are those of one network namespace."""
-    return os.stat("/proc/self/ns/net").st_ino
+    return SYSTEM.network_namespace()
 
 
 def read_token(path: str, parameter: str = "token_file") -> bytes:
@@ -125,8 +117,8 @@ def attach(connection: socket.socket, wire: Wire, token: bytes) -> Served:
     attach = Attach(PROTOCOL, wire.name, wire.key, network_namespace(), token)
     connection.settimeout(ANSWER_TIMEOUT_S)
     try:
-        connection.send(_encode(attach))
-        data = connection.recv(MAX_ATTACH_BYTES)
+        connection.send(_packet(connection, attach))
+        data = _receive(connection)
     except TimeoutError:
         raise EngineStartError(f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s") from None
     except OSError:
@@ -145,7 +137,7 @@ def attach(connection: socket.socket, wire: Wire, token: bytes) -> Served:
 def release_reason(connection: socket.socket) -> str | None:
     """Why the daemon has released this program; None: it has ended."""
     try:
-        return _decode_release(connection.recv(MAX_ATTACH_BYTES, socket.MSG_DONTWAIT)).cause
+        return _decode_release(_receive(connection, socket.MSG_DONTWAIT)).cause
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -198,7 +190,8 @@ def listener_pid(path: Path) -> int | None:
     """The process that listens at this socket file; None if there is none; 0 if it is not visible
     here.
     """
-    for kind in (socket.SOCK_SEQPACKET, socket.SOCK_STREAM):  # STREAM: another program's
+    kinds = {SYSTEM.local_socket: None, socket.SOCK_STREAM: None}  # STREAM: another program's
+    for kind in kinds:
         with socket.socket(socket.AF_UNIX, kind) as probe:
             probe.setblocking(False)
             try:
@@ -224,9 +217,8 @@ def taken_over(path: Path) -> Iterator[None]:
         return
     if pid == 0:
         raise QuireError(f"the engine that listens at {path} cannot be seen (another container?)")
-    pidfd = os.pidfd_open(pid)
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+    with SYSTEM.signals_to(pid) as send_signal:
+        send_signal(signal.SIGTERM)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         # 0: the kernel tells no pid, because the listener's queue is full
         while listener_pid(path) in (pid, 0):
@@ -235,9 +227,7 @@ def taken_over(path: Path) -> Iterator[None]:
             time.sleep(0.005)
         yield
         with contextlib.suppress(ProcessLookupError):  # it had no requests
-            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
-    finally:
-        os.close(pidfd)
+            send_signal(signal.SIGTERM)
 
 
 def read_attach(connection: socket.socket, token: bytes | None) -> Attach | None:
@@ -247,7 +237,7 @@ def read_attach(connection: socket.socket, token: bytes | None) -> Attach | None
     BadAttachError for anything but an Attach.
     """
     try:
-        data = connection.recv(MAX_ATTACH_BYTES)
+        data = _receive(connection)
     except OSError:
         data = b""
     if not data:
@@ -285,10 +275,31 @@ def read_attach(connection: socket.socket, token: bytes | None) -> Attach | None
 def send_answer(connection: socket.socket, message: Served | TurnedAway) -> None:
     """Does not block. A program that has left or does not read gets nothing."""
     try:
-        connection.send(_encode(message), socket.MSG_DONTWAIT)
+        connection.send(_packet(connection, message), socket.MSG_DONTWAIT)
     except OSError:
         pass
 
 
 def _socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return socket.socket(socket.AF_UNIX, SYSTEM.local_socket)
+
+
+def _packet(connection: socket.socket, message: Attach | Served | TurnedAway) -> bytes:
+    """What is sent for a message. A socket that does not keep the bounds of messages is told them.
+
+    A message is sent by one call and received whole: it is smaller than the system's buffers.
+    """
+    data = _encode(message)
+    if connection.type == socket.SOCK_STREAM:
+        return _LENGTH.pack(len(data)) + data
+    return data
+
+
+def _receive(connection: socket.socket, flags: int = 0) -> bytes:
+    """The bytes of a message; fewer if the other end is gone."""
+    if connection.type != socket.SOCK_STREAM:
+        return connection.recv(MAX_ATTACH_BYTES, flags)
+    head = connection.recv(_LENGTH.size, flags)
+    if len(head) < _LENGTH.size:
+        return b""
+    return connection.recv(min(_LENGTH.unpack(head)[0], MAX_ATTACH_BYTES), flags)

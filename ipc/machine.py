@@ -11,16 +11,15 @@ import os
 import resource
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
-_OF_THE_MACHINE = Path("/proc/meminfo")
+from .operating_system import SYSTEM, Darwin, Linux
 
 
 def available_cores() -> int:
-    """Cores this process may use: its affinity mask, capped by its cgroup's CPU quota."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    """Cores this process may use: its affinity mask, capped by its cgroup's CPU quota; on macOS
+    the fast ones.
+    """
+    cores = SYSTEM.num_cores()
     quota = cgroup_cpu_quota()
     # More threads than the quota would be throttled together; each would wait for the slowest.
     return max(1, min(cores, math.ceil(quota))) if quota is not None else cores
@@ -38,15 +37,18 @@ def read_cores(text: str) -> list[int]:
 
 
 def numa_cores(root: Path = Path("/")) -> list[list[int]]:
-    """The cores that this process may use, by NUMA node. Threads of one core are neighbours."""
-    allowed = os.sched_getaffinity(0)
+    """The cores that this process may use, by NUMA node. Threads of one core are neighbours. Empty:
+    cores have no numbers.
+    """
+    if not (allowed := SYSTEM.cores()):
+        return []
     nodes = []
     for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*/cpulist")):
         cores = [core for core in read_cores(_read(path) or "") if core in allowed]
         if cores:
             nodes.append(sorted(cores, key=lambda core: (_siblings(core, root)[:1], core)))
     if sum(map(len, nodes)) != len(allowed):  # the system does not say
-        return [sorted(allowed)]
+        return [allowed]
     return nodes
 
 
@@ -73,10 +75,11 @@ def divide_cores(nodes: list[list[int]], num_parts: int) -> list[list[int]]:
 
 
 def use_cores(cores: list[int]) -> None:
-    """Binds all threads of this process, and those that they start, to these cores."""
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(int(task), cores)
+    """Binds all threads of this process, and those that they start, to these cores.
+
+    Raises OSError where the system cannot do it.
+    """
+    SYSTEM.bind_to_cores(cores)
 
 
 def visible_gpus(rank: int, number: int, visible: str | None) -> str:
@@ -164,7 +167,7 @@ def free_memory_bytes() -> int:
     """Memory this process can still use: the machine's free memory, or its cgroup's if that is
     less.
     """
-    free = _stated_bytes(_OF_THE_MACHINE, "MemAvailable")
+    free = SYSTEM.available_memory_bytes()
     limit = cgroup_free_memory()
     return free if limit is None else min(free, limit)
 
@@ -173,44 +176,21 @@ def total_memory_bytes() -> int:
     """Memory that this process could ever use: the machine's, or its cgroup's limit if that is
     less.
     """
-    total = _stated_bytes(_OF_THE_MACHINE, "MemTotal")
+    total = SYSTEM.total_memory_bytes()
     limit = cgroup_memory_limit()
     return total if limit is None else min(total, limit)
 
 
 def private_memory_bytes(pid: int) -> int:
-    """Memory of a process that it shares with no other, without files that are mapped."""
-    return _stated_bytes(Path(f"/proc/{pid}/status"), "RssAnon")
+    """Memory of a process that it shares with no other, without files that are mapped; on macOS
+    all that it has in use.
+    """
+    return SYSTEM.private_memory_bytes(pid)
 
 
 def resident_bytes() -> int:
     """Memory that this process has in use now."""
-    return _stated_bytes(Path("/proc/self/status"), "VmRSS")
-
-
-def address_space_bytes() -> int:
-    """The size of this process's address space."""
-    return _stated_bytes(Path("/proc/self/status"), "VmSize")
-
-
-class ProcessState(NamedTuple):
-    letter: str  # as in proc(5): "T" is stopped
-    cpu_s: float  # of all its threads
-
-
-def process_state(pid: int) -> ProcessState:
-    """Raises OSError for a process that is gone."""
-    letter, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    ticks = int(fields[10]) + int(fields[11])  # in user and in system mode
-    return ProcessState(letter, ticks / os.sysconf("SC_CLK_TCK"))
-
-
-def _stated_bytes(path: Path, name: str) -> int:
-    """The amount with this name in a file of /proc, which states it in kB. 0: it is not there."""
-    for line in path.read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return SYSTEM.resident_bytes()
 
 
 def descriptor_limit() -> int:
@@ -221,13 +201,21 @@ def descriptor_limit() -> int:
 
 def raise_descriptor_limit() -> None:
     """Raises it as far as the system allows."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = most_descriptors()
     with contextlib.suppress(OSError, ValueError):  # more than the kernel's own limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if most is None else most, hard))
+
+
+def most_descriptors(system: Linux | Darwin = SYSTEM) -> int | None:
+    """The most that descriptor_limit can be raised to; None: there is no limit."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    limits = (None if hard == resource.RLIM_INFINITY else hard, system.max_descriptors())
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def num_open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(os.listdir("/dev/fd"))
 
 
 def num_free_descriptors() -> int:

@@ -18,7 +18,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from .operating_system import SYSTEM, Linux
+
 _LIBC = ctypes.CDLL(None)
+_IS_LINUX = isinstance(SYSTEM, Linux)
 # Linux 5.14; older kernels refuse, and pages are allocated or read at their first use
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 
@@ -123,17 +126,17 @@ def allocate_pages(start: int, num_bytes: int) -> bool:
     """Fills the pages from the address `start` with zeros, without the GIL. Returns whether the
     system has done it.
     """
-    return _advise(start, num_bytes, _MADV_POPULATE_WRITE)
+    return _IS_LINUX and _advise(start, num_bytes, _MADV_POPULATE_WRITE)
 
 
 def read_pages(start: int, num_bytes: int) -> bool:
     """Reads the pages of a mapped file from the address `start`, without the GIL."""
-    return _advise(start, num_bytes, _MADV_POPULATE_READ)
+    return _IS_LINUX and _advise(start, num_bytes, _MADV_POPULATE_READ)
 
 
 def drop_pages(start: int, num_bytes: int) -> bool:
     """Gives back the pages of a mapped file from the address `start`. They are read again at their
-    next use; what was written to them is lost.
+    next use; what was written to them may be lost. macOS takes it as a hint.
     """
     return _advise(start, num_bytes, mmap.MADV_DONTNEED)
 
@@ -147,9 +150,9 @@ def unmap_unchanged() -> int:
 
     They stay in the page cache, and used pages are mapped again by themselves, 64 KiB at a time.
     Loading torch's libraries touches tens of MB that no step needs. Mappings with modified pages
-    (by a debugger or the loader) are kept, because the modifications would be lost.
+    (by a debugger or the loader) are kept, because the modifications would be lost. Linux only.
     """
-    if not is_enabled():
+    if not is_enabled() or not _IS_LINUX:
         return 0
     num_bytes = start = end = resident = 0
     is_library = False

@@ -7,8 +7,6 @@ Must not know: messages or sockets, nor what an engine does.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import logging
 import os
 import re
@@ -24,6 +22,7 @@ import msgspec
 
 from .config import EngineConfig
 from .log_format import current_format, current_model
+from .operating_system import SYSTEM
 
 TAIL_BYTES = 4096  # of stderr, kept for the EngineDeadError
 TAIL_LINES = 12
@@ -32,7 +31,6 @@ STACKS_SIGNAL = signal.SIGUSR2  # makes an engine write the stacks of its thread
 # Makes an engine leave that belongs to a group. SIGTERM and SIGINT do not: a service manager sends
 # them to every process, and the engine is needed until those that use it have ended.
 LEAVE_SIGNAL = signal.SIGUSR1
-_PR_SET_PDEATHSIG = 1
 # HF_TOKEN, OPENAI_API_KEY, QUIRE_API_KEY, OTEL_EXPORTER_OTLP_HEADERS; not QUIRE_TOKEN_FILE, a path
 _SECRET_NAME = re.compile(
     r"(^|_|API)(KEYS?|TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH|HEADERS)(_ID)?$"
@@ -85,7 +83,7 @@ def file_with(data: bytes) -> int:
     """A descriptor of a file in memory that holds `data`, for a process to read as its stdin; a
     pipe would block if they exceed its buffer. The caller closes it.
     """
-    descriptor = os.memfd_create("quire-config")
+    descriptor = SYSTEM.anonymous_file("quire-config")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -117,7 +115,7 @@ def engine_environment() -> dict[str, str]:
 class ChildProcess:
     """A child that serves this process.
 
-    `pidfd` becomes readable when it dies. The kernel kills it when this process dies.
+    `pidfd` becomes readable when it dies. It is killed when this process dies.
     """
 
     def __init__(
@@ -145,6 +143,7 @@ class ChildProcess:
         arguments = ["--parent-pid", str(os.getpid()), "--key-fd", str(key_fd)]
         self._pass_fds = (key_fd, *pass_fds)
         self._owner_pid = os.getpid()
+        self._popen: subprocess.Popen[bytes] | None = None
         self._tail = bytearray()
         self._start_error: BaseException | None = None
         self._is_given_up = False  # an interrupt came while the child started
@@ -162,7 +161,9 @@ class ChildProcess:
                 raise self._start_error
         except BaseException:
             self._is_given_up = True
-            os.close(self._parent_write_fd)  # ends a child that has been started
+            os.close(self._parent_write_fd)
+            if self._popen is not None:
+                self._popen.kill()
             self._thread.join()
             os.close(self._stderr_fd)
             raise
@@ -177,7 +178,7 @@ class ChildProcess:
             # A session of its own, so that the terminal's Ctrl-C reaches only this process. The
             # child's stdout is our stderr, so that nothing the engine prints enters a program's
             # output.
-            self._popen = subprocess.Popen(
+            self._popen = popen = subprocess.Popen(
                 command,
                 stdin=self._stdin,
                 stdout=stderr_fd,
@@ -186,11 +187,11 @@ class ChildProcess:
                 env=self._environment,
                 start_new_session=True,
             )
-            self.pid = self._popen.pid
-            self.pidfd = os.pidfd_open(self.pid)
+            self.pid = popen.pid
+            self.pidfd = SYSTEM.exit_fd(popen)
             kill_at_end_of_file(key_fd, self.pid)
             if self._is_given_up:  # the end of the file may have come before
-                self._popen.kill()
+                popen.kill()
         except BaseException as error:
             self._start_error = error
             return
@@ -289,13 +290,10 @@ def kill_at_end_of_file(read_fd: int, pid: int) -> None:
     """Makes the kernel send SIGKILL to `pid` when the last writer of this pipe is gone.
 
     The child holds the reading end, this process the writing end. This covers a child that has not
-    yet called die_with_parent.
+    yet called die_with_parent. macOS does not do it.
     """
     with contextlib.suppress(OSError):  # it is dead already
-        fcntl.fcntl(read_fd, fcntl.F_SETOWN, pid)
-        fcntl.fcntl(read_fd, fcntl.F_SETSIG, signal.SIGKILL)
-        flags = fcntl.fcntl(read_fd, fcntl.F_GETFL)
-        fcntl.fcntl(read_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
+        SYSTEM.kill_at_end_of_file(read_fd, pid)
 
 
 def readable(*fds: int, timeout_s: float | None = None) -> list[int]:
@@ -324,12 +322,13 @@ def _write_stderr(data: bytes) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Makes the kernel send SIGKILL to this process when the thread that started it ends; exits if
-    its parent is already gone.
+    """Ends this process by SIGKILL when the thread that started it ends, on macOS when its parent
+    ends; exits if its parent is already gone.
 
-    SIGKILL also ends a process that is stopped, and one whose threads do not run Python.
+    On Linux the kernel does it, so that a process ends that is stopped, or whose threads do not run
+    Python.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    SYSTEM.die_with_parent(parent_pid)
     if os.getppid() != parent_pid:
         os._exit(1)
 
@@ -356,26 +355,17 @@ def ignores_interrupts() -> bool:
     return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-class SignalPipe:
-    """Signals as bytes on `read_fd`: one byte per signal, its number; `wake` writes 0. A SIGINT
-    that the parent ignores stays ignored.
+class WakePipe:
+    """`wake` makes `read_fd` readable, until `read`. Any thread may call either."""
 
-    Create it in the main thread. The C handler writes the bytes, so a thread sees a signal at once
-    even while the main thread runs a long kernel.
-    """
-
-    def __init__(self, *signals: signal.Signals):
+    def __init__(self) -> None:
         self.read_fd, self._write_fd = os.pipe()
         os.set_blocking(self.read_fd, False)
         os.set_blocking(self._write_fd, False)
-        if signals:
-            signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        for number in signals:
-            if number != signal.SIGINT or not ignores_interrupts():
-                signal.signal(number, lambda *_: None)
 
     def wake(self) -> None:
-        os.write(self._write_fd, b"\0")
+        with contextlib.suppress(BlockingIOError):  # it is full, so it is readable
+            os.write(self._write_fd, b"\0")
 
     def read(self) -> bytes:
         try:
@@ -386,3 +376,20 @@ class SignalPipe:
     def close(self) -> None:
         for fd in (self.read_fd, self._write_fd):
             os.close(fd)
+
+
+class SignalPipe(WakePipe):
+    """Signals as bytes on `read_fd`: one byte per signal, its number; `wake` writes 0. A SIGINT
+    that the parent ignores stays ignored.
+
+    Create it in the main thread. The C handler writes the bytes, so a thread sees a signal at once
+    even while the main thread runs a long kernel.
+    """
+
+    def __init__(self, *signals: signal.Signals):
+        super().__init__()
+        if signals:
+            signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        for number in signals:
+            if number != signal.SIGINT or not ignores_interrupts():
+                signal.signal(number, lambda *_: None)

@@ -13,27 +13,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .errors import QuireError
+from .operating_system import SYSTEM
 
 
 class SocketFile:
     """The file of a socket that this process has just bound.
 
-    Its descriptor keeps the inode's number from being given to another file, also when the socket
-    has been closed.
+    Its number is not given to another file meanwhile, also when the socket has been closed.
     """
 
     def __init__(self, path: Path):
         self.path = path.absolute()
-        self._fd = os.open(self.path, os.O_PATH | os.O_NOFOLLOW)
+        self._fd = SYSTEM.hold(self.path)
+        self._status = self.path.lstat()
 
     def remove(self) -> None:
         """Removes the file, unless the path has become that of another process, such as a
         successor. Call it once.
         """
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(self.path.lstat(), os.fstat(self._fd)):
+            if os.path.samestat(self.path.lstat(), self._status):
                 self.path.unlink()
-        os.close(self._fd)
+        if self._fd is not None:
+            os.close(self._fd)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 Must not know: messages, processes, or who is at the other end.
 
 A client's two sockets have a random name and no file, so nothing of them can outlive their process.
-Every user may connect to such a name. What protects them is CURVE: the client's ends are CURVE
+On macOS they have files, and the next client removes those of a process that was killed. Every
+user may connect to such a name. What protects them is CURVE: the client's ends are CURVE
 servers with a new key pair each time, and only the engine receives the public key. Without it a
 peer cannot complete the handshake.
 """
@@ -21,9 +22,11 @@ import zmq
 from zmq.utils import z85
 
 from .errors import InvalidParameterError, QuireError
+from .operating_system import SYSTEM
 
 ENGINE_IDENTITY = b"engine"  # the only peer of a client's ROUTER
-MAX_PATH_BYTES = 107  # sun_path of a unix socket has 108 bytes, the last one a NUL
+MAX_PATH_BYTES = SYSTEM.max_path_bytes  # of a unix socket
+WIRE_FILES = f"quire-{32 * '[0-9a-f]'}-*put"  # where the sockets of a wire have files
 KEY_BYTES = 40  # of a key as ZMQ writes it (Z85)
 
 # Messages that may wait on each side of an output connection; after that the engine's PUSH returns
@@ -82,11 +85,11 @@ class Wire(NamedTuple):
 
     @property
     def input_address(self) -> str:
-        return f"ipc://@quire-{self.name}-input"
+        return SYSTEM.socket_address(f"quire-{self.name}-input")
 
     @property
     def output_address(self) -> str:
-        return f"ipc://@quire-{self.name}-output"
+        return SYSTEM.socket_address(f"quire-{self.name}-output")
 
     def is_valid(self) -> bool:
         """Whether it has the form that make_wire gives it; another program may have sent it."""
@@ -103,6 +106,7 @@ def make_wire() -> tuple[Wire, bytes]:
             "this build of ZMQ has no CURVE, which protects the engine's sockets; the wheels of "
             "pyzmq on PyPI have it"
         )
+    SYSTEM.remove_unused_sockets(WIRE_FILES)
     public_key, secret_key = zmq.curve_keypair()
     return Wire(secrets.token_hex(16), public_key), secret_key
 
@@ -155,10 +159,24 @@ def _make_server(
 
 def bind(server: zmq.Socket, address: str, peer_uid: int) -> None:
     """Binds a client's end. Connections of other users than `peer_uid` are closed at once, so that
-    they cannot use up descriptors.
+    they cannot use up descriptors; where the address has a file, it does not admit them.
     """
-    server.setsockopt(zmq.IPC_FILTER_UID, peer_uid)
+    file = Path(address.removeprefix("ipc://"))
+    try:
+        server.setsockopt(zmq.IPC_FILTER_UID, peer_uid)
+    except zmq.ZMQError:  # as builds for macOS may do
+        if not file.is_absolute():
+            raise
     server.bind(address)
+    if file.is_absolute():
+        file.chmod(0o600 if peer_uid == os.geteuid() else 0o666)
+
+
+def remove_files(wire: Wire) -> None:
+    """Removes the files of a client's sockets, if they have any: ZMQ leaves them."""
+    for address in (wire.input_address, wire.output_address):
+        if (file := Path(address.removeprefix("ipc://"))).is_absolute():
+            file.unlink(missing_ok=True)
 
 
 class RejectedPeers:

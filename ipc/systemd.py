@@ -61,7 +61,8 @@ class Notices:
         self._path = path
         self._start_until = time.monotonic() + start_limit_s
         self._limit_s = math.inf if limit_s is None else limit_s
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
         try:
             self._socket.bind(str(path))
         except OSError:

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...ipc.operating_system import SYSTEM
 from ...ipc.own_files import UntrustedFileError, open_own
 
 logger = logging.getLogger(__name__)
@@ -448,7 +449,7 @@ class BlockStore:
 
 def _open(path: Path | None) -> int:
     if path is None:
-        return os.memfd_create("quire-kv-offload", os.MFD_CLOEXEC)
+        return SYSTEM.anonymous_file("quire-kv-offload")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT
     try:

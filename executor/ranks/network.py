@@ -12,7 +12,6 @@ A connection that is lost ends both sides: the engine, with the cause, and the r
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ import zmq
 from ...ipc.config import EngineConfig
 from ...ipc.errors import EngineStartError
 from ...ipc.models.ranks import num_ranks
+from ...ipc.process import WakePipe
 from ...ipc.sockets import bind_network, connect_network, has_peer, make_context, make_wire
 from .messages import NetworkEnds, host_name
 
@@ -70,7 +70,7 @@ class NetworkRanks:
         self._hosts: dict[int, str] = {}  # addresses of the ranks' machines
         self._launcher = launcher
         self._lock = threading.Lock()  # of the sockets for commands
-        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._stop = WakePipe()
         self._context = make_context()
         wire, secret_key = make_wire()
         self._commands: list[zmq.Socket] = []
@@ -119,12 +119,12 @@ class NetworkRanks:
         """See Ranks."""
         poller = zmq.Poller()
         ranks = {pull: rank for rank, pull in enumerate(self._replies)}
-        for one in (*ranks, self._stop_fd):
+        for one in (*ranks, self._stop.read_fd):
             poller.register(one, zmq.POLLIN)
         is_alive = True
         while True:
             ready = [one for one, _ in poller.poll(int(CHECK_S * 1000))]
-            if self._stop_fd in ready:
+            if self._stop.read_fd in ready:
                 return
             for one in ready:
                 kind, *rest = one.recv_multipart(zmq.NOBLOCK)
@@ -156,7 +156,7 @@ class NetworkRanks:
 
     def stop(self) -> None:
         """See Ranks."""
-        os.eventfd_write(self._stop_fd, 1)
+        self._stop.wake()
 
     def end(self, timeout_s: float) -> None:
         """See Ranks."""
@@ -164,7 +164,7 @@ class NetworkRanks:
         for one in (*self._commands, *self._replies):
             one.close()
         self._context.term()
-        os.close(self._stop_fd)
+        self._stop.close()
 
 
 # ---------------------------------------------------------------- a rank's side

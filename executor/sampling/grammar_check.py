@@ -32,7 +32,7 @@ from typing import IO, BinaryIO
 import msgspec
 
 from ...ipc.errors import InvalidParameterError
-from ...ipc.machine import address_space_bytes, process_state
+from ...ipc.operating_system import SYSTEM
 from ...ipc.params import StructuredOutputsParams
 from ...ipc.process import die_with_parent, kill_at_end_of_file
 from .grammar_compiler import GrammarCompiler, refusal
@@ -127,12 +127,12 @@ class GrammarCheck:
 
     @contextlib.contextmanager
     def _timed(self, child: subprocess.Popen) -> Iterator[None]:
-        start = process_state(child.pid).cpu_s
+        start = SYSTEM.process_state(child.pid).cpu_s
         try:
             yield
         finally:
             with contextlib.suppress(OSError):  # it may have died
-                self.spent_s += process_state(child.pid).cpu_s - start
+                self.spent_s += SYSTEM.process_state(child.pid).cpu_s - start
 
     def close(self) -> None:
         """Makes a check that waits for the child fail, and prevents further ones from starting.
@@ -234,7 +234,7 @@ def _ask(child: subprocess.Popen[bytes], message: object, limit_s: float) -> byt
     """
     assert child.stdin is not None and child.stdout is not None  # both are pipes
     deadline = time.monotonic() + WAIT_LIMIT_S
-    limit_s += process_state(child.pid).cpu_s
+    limit_s += SYSTEM.process_state(child.pid).cpu_s
     unsent = memoryview(_framed(msgspec.msgpack.encode(message)))
     os.set_blocking(child.stdin.fileno(), False)  # a stopped child reads nothing
     while True:
@@ -247,9 +247,9 @@ def _ask(child: subprocess.Popen[bytes], message: object, limit_s: float) -> byt
             return _read(child.stdout)
         if child.stdin.fileno() in ready:
             unsent = unsent[os.write(child.stdin.fileno(), unsent) :]
-        elif (state := process_state(child.pid)).cpu_s >= limit_s:
+        elif (state := SYSTEM.process_state(child.pid)).cpu_s >= limit_s:
             return None
-        elif state.letter == "T" or time.monotonic() >= deadline:  # it is stopped
+        elif state.is_stopped or time.monotonic() >= deadline:  # it is stopped
             raise TimeoutError
 
 
@@ -303,10 +303,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         compiler.tokenizer  # noqa: B018
     except InvalidParameterError as error:
         return _write(answers, msgspec.msgpack.encode(Problem(error.parameter, error.problem)))
-    limit = address_space_bytes() + MEMORY_LIMIT_BYTES
-    most = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    SYSTEM.limit_memory(MEMORY_LIMIT_BYTES, beyond_present=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _write(answers, b"")
     while True:

@@ -9,19 +9,16 @@ import os
 import platform
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from ... import __version__
+from ...ipc.operating_system import SYSTEM
 
 
 def processor_text() -> str:
     """Returns the system's description of its processors, or "" if there is none."""
-    try:
-        return Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""
+    return SYSTEM.processor_text()
 
 
 def processor_name() -> str:
@@ -35,9 +32,7 @@ def describe_machine() -> dict[str, Any]:
 
     return {
         "processor": processor_name(),
-        "num_cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "num_cores": SYSTEM.num_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_average": list(os.getloadavg()),
         "system": f"{platform.system()} {platform.release()}",

@@ -5,7 +5,6 @@ Must not know: HTTP, command lines, the engine's internals.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,6 +12,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ...ipc.errors import InvalidParameterError, QuireError
+from ...ipc.machine import available_cores
 from ...ipc.models.checkpoint import find_weight_files, read_header
 from ...ipc.models.gguf import is_gguf, read_gguf
 from ...ipc.params import SamplingParams
@@ -204,7 +204,7 @@ def measure_read_limit(config: EngineConfig) -> ReadLimit:
     """
     model = config.model_config
     weight_bytes = num_parameters(Path(model.model)) * DTYPE_BYTES[model.dtype]
-    num_threads = config.device_config.num_threads or len(os.sched_getaffinity(0))
+    num_threads = config.device_config.num_threads or available_cores()
     return ReadLimit(weight_bytes, measure_read_bandwidth(weight_bytes, num_threads))
 
 

@@ -24,7 +24,14 @@ import psutil
 
 from ... import shadowed_package
 from ...ipc.errors import QuireError
-from ...ipc.machine import available_cores, cgroup_cpu_quota, cgroup_free_memory, free_memory_bytes
+from ...ipc.machine import (
+    available_cores,
+    cgroup_cpu_quota,
+    cgroup_free_memory,
+    free_memory_bytes,
+    most_descriptors,
+)
+from ...ipc.operating_system import SYSTEM
 from ..model_info.choose_device import torch_has_cuda
 from ..model_info.cpu import (
     NATIVE_BFLOAT16,
@@ -201,7 +208,7 @@ def check_kernels(cpu_isa: str) -> Finding:
 
 def check_cores() -> Finding:
     cores, total = available_cores(), psutil.cpu_count() or 1
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    affinity = SYSTEM.num_cores()
     quota = cgroup_cpu_quota()
     load = psutil.getloadavg()[0]
     detail = (
@@ -328,12 +335,10 @@ def check_open_files(max_connections: int) -> Finding:
     """Checks the limit of open files. A server raises the soft limit itself, and takes fewer
     connections below the hard one.
     """
-    import resource
-
     from ..server.config import connections_within, most_files
 
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY:
+    hard = most_descriptors()
+    if hard is None:
         return passed("open files", "no limit")
     allowed, needed = connections_within(max_connections, hard), most_files(max_connections)
     if allowed < max_connections:

@@ -11,7 +11,8 @@ import os
 import platform
 from pathlib import Path
 
-CPUINFO = Path("/proc/cpuinfo")
+from ...ipc.operating_system import SYSTEM
+
 NATIVE_BFLOAT16 = {"amx_bf16", "avx512_bf16", "bf16"}
 # CPU features that each instruction set of the native kernels requires
 # (kernels/cpu/native/src/run.cpp), best first.
@@ -35,7 +36,7 @@ NATIVE_KERNELS = Path(__file__).parents[2] / "kernels" / "cpu" / "native"
 
 def read_processor() -> tuple[str, set[str]]:
     """Returns the CPU's name and the features that the operating system reports."""
-    text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
+    text = SYSTEM.processor_text()
     lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     fields = {name.strip(): value.strip() for name, value in lines.items()}
     return fields.get("model name") or platform.machine(), set(

@@ -27,6 +27,7 @@ from ...ipc import platform_tuning
 from ...ipc.config import EngineConfig, config_fields
 from ...ipc.errors import EngineStartError, InvalidParameterError, QuireError
 from ...ipc.log_format import announce, configure_logging, log_level_of
+from ...ipc.machine import most_descriptors
 from ...ipc.process import INTERRUPTS_IGNORED, ignores_interrupts
 from ...ipc.socket_files import SocketFile, directory_lock
 from ..async_llm import AsyncLLM
@@ -249,18 +250,19 @@ def allowed_connections(config: ServerConfig) -> int:
     connections that the limit then allows, which may be smaller; the log says so.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = most_descriptors()
     most, wanted = config.max_connections, most_files(config.max_connections)
-    if hard != resource.RLIM_INFINITY and wanted > hard:
-        most = connections_within(most, hard)
+    if allowed is not None and wanted > allowed:
+        most = connections_within(most, allowed)
         logger.warning(
             "at most %d connections: max_connections=%d needs %d open files, the system allows %d "
             "(ulimit -Hn)",
             most,
             config.max_connections,
             wanted,
-            hard,
+            allowed,
         )
-        wanted = hard
+        wanted = allowed
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return most

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from ...ipc.config import EngineConfig
 from ...ipc.errors import NotEnoughMemoryError, QuireError
 from ...ipc.machine import free_memory_bytes, private_memory_bytes
-from ...ipc.process import readable
+from ...ipc.process import WakePipe, readable
 from ...ipc.threads import in_thread
 from ..clients.journal import Journal
 from ..clients.mp_client import MPClient
@@ -67,7 +67,7 @@ class Standby:
         self._ready_weights = NO_WEIGHTS
         self._is_closed = self._is_draining = False
         self._starting: tuple[asyncio.AbstractEventLoop, asyncio.Task] | None = None
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._changes = WakePipe()
         self._thread: threading.Thread | None = None
         self._owner_pid = os.getpid()
 
@@ -137,7 +137,7 @@ class Standby:
             self._wake()
 
     def _wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
+        self._changes.wake()
 
     # ------------------------------------------------------------ the thread
 
@@ -173,12 +173,12 @@ class Standby:
     def _sleep(self, seconds: float | None, engine: StandbyEngine | None = None) -> bool:
         """Waits for a change. Returns whether `engine` is dead."""
         poller = select.poll()
-        poller.register(self._wake_fd, select.POLLIN)
+        poller.register(self._changes.read_fd, select.POLLIN)
         if engine is not None:
             poller.register(engine.pidfd, select.POLLIN)
         ready = [fd for fd, _ in poller.poll(None if seconds is None else 1000 * seconds)]
-        if self._wake_fd in ready:
-            os.eventfd_read(self._wake_fd)
+        if self._changes.read_fd in ready:
+            self._changes.read()
         return engine is not None and engine.pidfd in ready
 
     def _start(self, epoch: int) -> StandbyEngine:

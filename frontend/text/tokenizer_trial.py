@@ -19,6 +19,7 @@ from typing import Any
 import tokenizers
 
 from ...ipc.errors import ModelLoadError
+from ...ipc.operating_system import SYSTEM
 
 CPU_LIMIT_S = 20  # a file of 35 MB takes 2
 MEMORY_LIMIT_BYTES = 2 * 2**30  # and 64 times the file
@@ -95,11 +96,8 @@ def try_out(path: Path, contents: bytes) -> None:
 
 
 def main(cpu_limit_s: int, memory_limit_bytes: int, contents: bytes) -> None:
-    for kind, limit in (
-        (resource.RLIMIT_CPU, cpu_limit_s),
-        (resource.RLIMIT_AS, memory_limit_bytes),
-        (resource.RLIMIT_CORE, 0),
-    ):
+    SYSTEM.limit_memory(memory_limit_bytes)
+    for kind, limit in ((resource.RLIMIT_CPU, cpu_limit_s), (resource.RLIMIT_CORE, 0)):
         most = resource.getrlimit(kind)[1]
         limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(kind, (limit, limit))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..config import EngineConfig, ModelConfig
 from ..errors import InvalidParameterError, ModelLoadError
+from ..operating_system import SYSTEM, Darwin, Linux
 from .state_layout import state_bytes
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def state_bytes_of_rank(config: EngineConfig, itemsize: int) -> int:
     )
 
 
-def check_ranks(config: EngineConfig) -> None:
+def check_ranks(config: EngineConfig, system: Linux | Darwin = SYSTEM) -> None:
     """`config` is resolved. Raises InvalidParameterError for what several ranks cannot do."""
     if config.device_config.distributed_executor_backend == "ray":
         _check_ray(config)
@@ -141,6 +142,12 @@ def check_ranks(config: EngineConfig) -> None:
     name = "tensor_parallel_size"
     if config.device_config.tensor_parallel_size == 1:
         name = "pipeline_parallel_size"
+    if not system.has_ranks:
+        raise _refusal(
+            config,
+            name,
+            "must be 1 on macOS, which has no eventfd for processes to wake each other",
+        )
     device = config.device_config
     if device.distributed_executor_backend == "ray" and device.device != "cpu":
         option = f"device={device.device} and distributed_executor_backend=ray"

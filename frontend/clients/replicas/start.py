@@ -95,6 +95,10 @@ def _divided(device: DeviceConfig) -> list[list[int]]:
             f"must have an entry for each of data_parallel_size={number} engines, got "
             f"{len(device.data_parallel_cores)}",
         )
+    if not nodes:
+        raise InvalidParameterError(
+            "data_parallel_cores", "must be empty on macOS, which binds no process to cores"
+        )
     allowed = {core for node in nodes for core in node}
     divided = []
     for text in device.data_parallel_cores:

@@ -12,6 +12,7 @@ import platform
 from pathlib import Path
 from typing import cast
 
+from ....ipc.operating_system import SYSTEM
 from .calls import ABI_VERSION, LATE, LOST, BlockLayout, Call, Step
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Library:
         first core. Raises OSError if the system does not start the threads.
         """
         if cores is None:
-            allowed = sorted(os.sched_getaffinity(0))
+            allowed = SYSTEM.cores()
             cores = allowed if len(allowed) == num_threads else [-1] * num_threads
         if num_threads < 1 or len(cores) != num_threads:
             raise ValueError(

@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 from quire.frontend.diagnosis import machine as diagnosis
 from quire.frontend.diagnosis.machine import GIB, Finding, check_machine
 from quire.frontend.model_info import cpu
+from quire.ipc.operating_system import Linux
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -113,7 +114,7 @@ def test_processor(
     cpuinfo: str, status: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(cpuinfo + "\n")
-    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(Linux, "processor_file", tmp_path / "cpuinfo")
     finding = diagnosis.check_cpu()
     assert finding.status == status and words in finding.detail
 
@@ -159,7 +160,7 @@ def test_native_kernels(
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
     if is_built:
         (tmp_path / "_native.so").touch()
-    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(Linux, "processor_file", tmp_path / "cpuinfo")
     monkeypatch.setattr(cpu, "NATIVE_KERNELS", tmp_path)
     monkeypatch.delenv("QUIRE_NATIVE", raising=False)
     finding = diagnosis.check_kernels(wanted)

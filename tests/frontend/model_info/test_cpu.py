@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from quire.frontend.model_info import cpu
+from quire.ipc.operating_system import Linux
 
 AVX512_BF16 = " ".join(sorted(cpu.AVX512_BF16))
 
@@ -35,7 +36,7 @@ def test_bfloat16(
         (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
     if is_built:
         (tmp_path / "_native.so").touch()
-    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(Linux, "processor_file", tmp_path / "cpuinfo")
     monkeypatch.setattr(cpu, "NATIVE_KERNELS", tmp_path)
     monkeypatch.delenv("QUIRE_NATIVE", raising=False)
     if native is not None:
@@ -45,7 +46,7 @@ def test_bfloat16(
 
 def test_instruction_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: {AVX512_BF16} amx_bf16\n")
-    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(Linux, "processor_file", tmp_path / "cpuinfo")
     # the system does not provide tiles
     assert cpu.native_isas() == ["avx512_bf16", "avx512", "avx2"]
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -11,11 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+
+#include "system.h"
 
 namespace {
 
@@ -27,25 +25,12 @@ constexpr int64_t AWAKE_IN_RUN_NS = 50'000, AWAKE_ON_SHARED_CORE_NS = 1'000;
 // (wake_threads).
 constexpr int64_t AWAKE_BETWEEN_RUNS_NS = 100'000;
 
-inline void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("isb");
-#endif
-}
-
 // How often a thread yields its core between two calls, and the ratio between the time that it then
 // keeps the core and the time that it lost it. A thread that yields gives up the rest of its time
 // slice (Linux 6.18) and would otherwise get little time next to a program that computes
 // continuously.
 constexpr int64_t OFFER_EVERY_NS = 100'000, KEEP_TIMES = 4;
 constexpr int MAX_THREADS = 4095;  // the largest number that Place can count
-
-inline int64_t now_ns() {
-    using namespace std::chrono;
-    return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
-}
 
 // A number that threads wait on until it changes: they poll first, then sleep in the kernel.
 //
@@ -57,6 +42,7 @@ inline int64_t now_ns() {
 struct Signal {
     std::atomic<uint32_t> value{0};
     std::atomic<uint32_t> sleepers{0};
+    Sleepers asleep;
 
     void wait_while(uint32_t seen, int64_t awake_ns) {
         for (;;) {
@@ -67,8 +53,7 @@ struct Signal {
                     relax();
                 }
             sleepers.fetch_add(1);
-            if (value.load() == seen)
-                syscall(SYS_futex, &value, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+            if (value.load() == seen) asleep.sleep(value, seen);
             // woken by the change, or by a hint that it is near: polls again
             sleepers.fetch_sub(1);
         }
@@ -80,8 +65,7 @@ struct Signal {
     }
 
     void wake() {
-        if (sleepers.load())
-            syscall(SYS_futex, &value, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+        if (sleepers.load()) asleep.wake(value);
     }
 };
 
@@ -175,10 +159,10 @@ struct Pool {
     void* argument = nullptr;
     int32_t index = 0, num_calls = 0;
     alignas(64) Signal start;
+    // shares its cache line with the number that waiting threads poll, the next one's
+    alignas(64) std::atomic<Place> place{Place{0, CLOSED, 0, 0}};
     // advances whenever a new call or phase can be entered, and when a run is over
-    alignas(64) Signal changes;
-    // shares its cache line with the number that waiting threads poll
-    std::atomic<Place> place{Place{0, CLOSED, 0, 0}};
+    Signal changes;
     // counts all phases of all calls; threads that take pieces read it, changed while there are
     // none
     uint64_t phase_number = 0;
@@ -357,17 +341,13 @@ struct Pool {
     }
 
     void pin(int index) {
-        if (cores[index] < 0) return;
-        cpu_set_t set;
-        CPU_ZERO(&set);
-        CPU_SET(cores[index], &set);
-        pthread_setaffinity_np(threads[index - 1].native_handle(), sizeof set, &set);
+        if (cores[index] >= 0) bind(threads[index - 1], cores[index]);
     }
 
     // The system places the caller's thread. If that is a worker's core, the worker takes the
     // caller's.
     void make_way() {
-        int here = cores[0] < 0 ? -1 : sched_getcpu();
+        int here = cores[0] < 0 ? -1 : current_core();
         if (here < 0 || here == cores[0]) return;
         for (int i = 1; i < count; i++)
             if (cores[i] == here) {
@@ -390,9 +370,8 @@ struct Pool {
     void resize(std::vector<int> new_cores) {
         stop();
         int new_count = (int)new_cores.size();
-        cpu_set_t allowed;
-        bool shared =
-            !sched_getaffinity(0, sizeof allowed, &allowed) && CPU_COUNT(&allowed) < new_count;
+        const int allowed = num_cores();
+        const bool shared = allowed && allowed < new_count;
         awake_in_run_ns = shared ? AWAKE_ON_SHARED_CORE_NS : AWAKE_IN_RUN_NS;
         uint32_t seen = start.value.load();
         cores = std::move(new_cores);

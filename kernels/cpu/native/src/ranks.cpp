@@ -1,12 +1,8 @@
 #include "ranks.h"
 
 #include <atomic>
-#include <chrono>
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
+#include "system.h"
 
 namespace {
 
@@ -16,12 +12,7 @@ struct alignas(LINE_BYTES) Line {
 static_assert(sizeof(Line) == LINE_BYTES && std::atomic<uint32_t>::is_always_lock_free);
 
 // A sleeping rank looks at line 0 so often: whoever sets that need not wake anyone.
-constexpr timespec NAP = {0, 50'000'000};
-
-int64_t now_ns() {
-    using namespace std::chrono;
-    return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
-}
+constexpr int64_t NAP_NS = 50'000'000;
 
 // counts may pass 2**32
 bool has_begun(uint32_t count, uint32_t number) { return (int32_t)(count - number) >= 0; }
@@ -33,11 +24,7 @@ int32_t wait_for(const Exchange& a, int64_t rank, uint32_t number) {
     do {
         for (int i = 0; i < 64; i++) {
             if (has_begun(other.value.load(std::memory_order_acquire), number)) return 0;
-#if defined(__x86_64__)
-            __builtin_ia32_pause();
-#elif defined(__aarch64__)
-            asm volatile("isb");
-#endif
+            relax();
         }
     } while (now_ns() - begin < a.awake_ns);
     // As Signal in pool.cpp: of "value changes, are there sleepers?" and "one more sleeper, has the
@@ -51,8 +38,7 @@ int32_t wait_for(const Exchange& a, int64_t rank, uint32_t number) {
             if (!problem) problem = (uint32_t)(LATE + rank);
             break;
         }
-        // not FUTEX_PRIVATE: the other one is a process
-        syscall(SYS_futex, &other.value, FUTEX_WAIT, seen, &NAP, nullptr, 0);
+        sleep_for_process(other.value, seen, NAP_NS);
     }
     other.sleepers.fetch_sub(1);
     return (int32_t)problem;
@@ -66,8 +52,7 @@ int32_t meet(const Exchange& a) {
     Line& mine = lines[1 + a.rank];
     const uint32_t number = (uint32_t)++*a.sequence;
     mine.value.store(number);
-    if (mine.sleepers.load())
-        syscall(SYS_futex, &mine.value, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+    if (mine.sleepers.load()) wake_processes(mine.value);
     for (int64_t rank = 0; rank < a.num_ranks; rank++)
         if (int32_t problem = rank == a.rank ? 0 : wait_for(a, rank, number)) return problem;
     return 0;

@@ -1,14 +1,12 @@
 // The exported functions: choice of instruction set, number of threads, and the loop over a step's
 // calls.
-#include <chrono>
 #include <cstring>
 
 #include "isa.h"
+#include "system.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -51,14 +49,10 @@ bool has_avx512() {
 }
 bool has_avx512_bf16() { return has_avx512() && Leaf(7, 1).a >> 5 & 1; }
 
-// The system enables the tiles' registers on request, once per process (Linux's
-// Documentation/arch/x86/xstate.rst).
 bool has_amx() {
     const unsigned d = Leaf(7, 0).d;
     bool bf16 = d >> 22 & 1, tile = d >> 24 & 1, int8 = d >> 25 & 1;
-    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    return has_avx512_bf16() && bf16 && tile && int8 &&
-           syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return has_avx512_bf16() && bf16 && tile && int8 && enable_tiles();
 }
 #endif
 
@@ -122,12 +116,6 @@ struct TimedRun : Run {
     int64_t* times;
     int32_t num_threads;
 };
-
-// steady_clock is CLOCK_MONOTONIC on Linux.
-int64_t now_ns() {
-    using namespace std::chrono;
-    return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
-}
 
 void run_timed(const Worker& worker, void* argument, int32_t index) {
     const TimedRun& all = *static_cast<TimedRun*>(argument);

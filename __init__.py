@@ -98,7 +98,15 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 
+NO_WINDOWS = (
+    "Quire does not run on Windows itself: install it in the Windows Subsystem for Linux, WSL 2 "
+    "(in PowerShell: wsl --install), and run it there"
+)
+
+
 def __getattr__(name: str):
+    if sys.platform == "win32":
+        raise ImportError(NO_WINDOWS)
     if name == "testing":
         return import_module(".kernels.testing", __name__)
     if name not in _HOME:

@@ -14,7 +14,10 @@ import signal
 import sys
 from importlib import import_module
 
-from . import __version__
+from . import NO_WINDOWS, __version__
+
+if sys.platform == "win32":  # it has no SIGPIPE, to begin with
+    sys.exit(f"quire: {NO_WINDOWS}")
 
 COMMANDS = {
     "serve": "serve a model with OpenAI's API",

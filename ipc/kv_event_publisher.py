@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import socket
 import threading
 import time
@@ -134,7 +133,7 @@ class KVEventPublisher:
             if self._is_closed:
                 break
         self._context.destroy(linger=int(1000 * CLOSE_TIMEOUT_S))
-        os.close(self._wake_fd)
+        self._wake.close()
 
     def _bind(self) -> None:
         """Binds what is not bound yet and free."""

@@ -137,6 +137,22 @@ class Linux:
         """
         return os.open(path, os.O_PATH | os.O_NOFOLLOW)
 
+    def allocate(self, file: int, num_bytes: int) -> None:
+        """Gives the file this size and takes the space on the disk. Raises OSError."""
+        os.posix_fallocate(file, 0, num_bytes)
+
+    def write_through(self, file: int) -> None:
+        """Returns when what was written to the file is on the disk."""
+        os.fdatasync(file)
+
+    def is_in_memory(self, file: int, offset: int) -> bool:
+        """Whether the system has this byte of a file in memory. It is not read otherwise."""
+        try:
+            os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return False
+        return True
+
     # ---------------------------------------------------------------- cores
 
     def num_cores(self) -> int:
@@ -216,6 +232,8 @@ class Darwin:
 
         def wait() -> None:
             child.wait()
+            with contextlib.suppress(OSError):  # a fork may hold the pipe, too
+                os.write(write_fd, b"\0")
             os.close(write_fd)
 
         threading.Thread(target=wait, name="quire-child-exit", daemon=True).start()
@@ -257,7 +275,12 @@ class Darwin:
         """`pid` is that of the process that used the other end last."""
         data = connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, _XUCRED_BYTES)
         _, uid = struct.unpack_from("=II", data)
-        pid = connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERPID)
+        try:
+            pid = connection.getsockopt(_SOL_LOCAL, _LOCAL_PEERPID)
+        except OSError as error:
+            if error.errno != errno.ENOTCONN:  # the other end is gone
+                raise
+            pid = 0
         return Credentials(pid, uid)
 
     def network_namespace(self) -> int:
@@ -287,6 +310,17 @@ class Darwin:
 
     def hold(self, path: Path) -> int | None:
         return None
+
+    def allocate(self, file: int, num_bytes: int) -> None:
+        """Takes no space: it has no call of POSIX for that."""
+        os.ftruncate(file, num_bytes)
+
+    def write_through(self, file: int) -> None:
+        os.fsync(file)
+
+    def is_in_memory(self, file: int, offset: int) -> bool:
+        """Always: it cannot be asked, so nothing is read ahead."""
+        return True
 
     # ---------------------------------------------------------------- cores
 

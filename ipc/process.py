@@ -356,7 +356,10 @@ def ignores_interrupts() -> bool:
 
 
 class WakePipe:
-    """`wake` makes `read_fd` readable, until `read`. Any thread may call either."""
+    """`wake` makes `read_fd` readable, until `read`. Any thread may call either.
+
+    After `close`, which may be called twice, `wake` does nothing.
+    """
 
     def __init__(self) -> None:
         self.read_fd, self._write_fd = os.pipe()
@@ -364,6 +367,8 @@ class WakePipe:
         os.set_blocking(self._write_fd, False)
 
     def wake(self) -> None:
+        if self._write_fd < 0:
+            return
         with contextlib.suppress(BlockingIOError):  # it is full, so it is readable
             os.write(self._write_fd, b"\0")
 
@@ -374,8 +379,11 @@ class WakePipe:
             return b""
 
     def close(self) -> None:
-        for fd in (self.read_fd, self._write_fd):
-            os.close(fd)
+        # not kept: the numbers become those of other files
+        ends, self.read_fd, self._write_fd = (self.read_fd, self._write_fd), -1, -1
+        for fd in ends:
+            if fd >= 0:
+                os.close(fd)
 
 
 class SignalPipe(WakePipe):

@@ -25,7 +25,8 @@ class SocketFile:
     def __init__(self, path: Path):
         self.path = path.absolute()
         self._fd = SYSTEM.hold(self.path)
-        self._status = self.path.lstat()
+        # of the file that is held, whatever the path names by now
+        self._status = self.path.lstat() if self._fd is None else os.fstat(self._fd)
 
     def remove(self) -> None:
         """Removes the file, unless the path has become that of another process, such as a

@@ -186,7 +186,7 @@ class BlockStore:
         if self.path is None:
             os.ftruncate(self._fd, layout.file_bytes)
         else:
-            os.posix_fallocate(self._fd, 0, layout.file_bytes)
+            SYSTEM.allocate(self._fd, layout.file_bytes)
         os.pwrite(self._fd, header, 0)
 
     def _map(self) -> None:

@@ -25,6 +25,7 @@ from ...ipc.models.checkpoint import OTHER_PARTS
 from ...ipc.models.gguf import is_gguf
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...ipc.models.ranks import num_ranks
+from ...ipc.operating_system import SYSTEM
 from .packed_cache import PackedCache, weight_files
 
 HUGE_PAGE_BYTES = 2 * 2**20
@@ -163,13 +164,7 @@ def _read_ahead(files: list[Path]) -> None:
 
 def _is_cached(file: int, size: int) -> bool:
     """Whether some pages of the file are in memory. They stand for all."""
-    byte = bytearray(1)
-    try:
-        for i in range(_SAMPLES):
-            os.preadv(file, [byte], i * size // _SAMPLES, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    return True
+    return all(SYSTEM.is_in_memory(file, i * size // _SAMPLES) for i in range(_SAMPLES))
 
 
 def _populate(memory: mmap.mmap, num_bytes: int) -> None:

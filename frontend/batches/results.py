@@ -17,6 +17,7 @@ from typing import Literal
 
 import msgspec
 
+from ...ipc.operating_system import SYSTEM
 from ...ipc.own_files import open_own
 
 # A dropped line is one that is not answered any more.
@@ -150,4 +151,4 @@ def _write(file: int, data: bytes, offset: int) -> None:
     while view:
         written = os.pwrite(file, view, offset)
         view, offset = view[written:], offset + written
-    os.fdatasync(file)
+    SYSTEM.write_through(file)

@@ -125,6 +125,7 @@ class Standby:
         self.begin_close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        self._changes.close()
 
     def begin_close(self) -> None:
         """Does what `close` does, without waiting."""

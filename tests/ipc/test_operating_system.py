@@ -21,7 +21,7 @@ import pytest
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.machine import most_descriptors
 from quire.ipc.operating_system import SYSTEM, Credentials, Darwin, Linux, choose
-from quire.ipc.process import readable
+from quire.ipc.process import WakePipe, readable
 from quire.tests.syntax import nodes_of
 from quire.tests.test_house import PACKAGE, name_of
 
@@ -48,6 +48,35 @@ def test_the_end_of_a_child_makes_a_descriptor_readable() -> None:
     assert readable(fd, timeout_s=30)
     assert child.wait() == -signal.SIGKILL
     os.close(fd)
+
+
+def test_a_fork_does_not_hide_the_end_of_a_child() -> None:
+    child = subprocess.Popen(SLEEPS)
+    fd = Darwin().exit_fd(child)
+    fork = os.fork()
+    if fork == 0:  # it holds both ends of the pipe
+        time.sleep(60)
+        os._exit(0)
+    try:
+        child.kill()
+        assert readable(fd, timeout_s=30)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+        os.close(fd)
+
+
+def test_a_closed_pipe_is_not_woken() -> None:
+    pipe = WakePipe()
+    pipe.wake()
+    assert pipe.read() == b"\0"
+    pipe.close()
+    others = os.pipe()  # they have the numbers of the pipe
+    pipe.wake()
+    pipe.close()
+    assert not readable(others[0], timeout_s=0)
+    for fd in others:
+        os.close(fd)
 
 
 def test_a_process_ends_with_its_parent() -> None:
@@ -116,6 +145,16 @@ def test_files_of_sockets_are_removed_when_their_process_was_killed(tmp_path: Pa
     system.remove_unused_sockets("q-*")
     assert {path.name for path in tmp_path.iterdir()} == {"q-2", "q-3", "q-4"}
     sockets[1].close()
+
+
+@pytest.mark.parametrize("system", [Linux(), Darwin()])
+def test_files_get_their_size_and_are_written_through(system: Linux | Darwin, tmp_path) -> None:
+    with (tmp_path / "file").open("w+b") as file:
+        system.allocate(file.fileno(), 10_000)
+        os.pwrite(file.fileno(), b"x", 9_999)
+        system.write_through(file.fileno())
+        assert os.fstat(file.fileno()).st_size == 10_000
+        assert system.is_in_memory(file.fileno(), 9_999)
 
 
 def test_a_file_without_a_name() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ from quire.frontend.clients.own_loop import run_once
 from quire.frontend.supervision import standby as module
 from quire.frontend.supervision.supervised_client import SupervisedClient
 from quire.ipc.errors import InvalidParameterError, NotEnoughMemoryError
+from quire.ipc.machine import num_open_descriptors
 from quire.tests import fake_gpu_engine
 from quire.tests.fake_engine import COMMAND, Hold, open_blocking, wait_until
 from quire.tests.fakes import make_config, weights_digest
@@ -188,6 +190,16 @@ def test_nothing_remains(moment: str) -> None:
     assert time.monotonic() - begin < 25  # startup_timeout_s is 120
     assert psutil.wait_procs(children, timeout=60)[1] == []
     wait_until(lambda: all(thread.name != "quire-standby" for thread in threading.enumerate()))
+
+
+def test_it_leaves_no_descriptor() -> None:
+    before = num_open_descriptors()
+    standby = module.Standby(make_config(), [], Mock())
+    assert num_open_descriptors() == before + 2
+    standby.close()
+    standby.close()
+    standby.prepare(1)
+    assert num_open_descriptors() == before
 
 
 def engines() -> list[psutil.Process]:

@@ -16,7 +16,8 @@ LACKING = {  # by module; tests/ipc/test_operating_system.py reads it, too
     "os": (
         "eventfd eventfd_read eventfd_write EFD_CLOEXEC EFD_NONBLOCK EFD_SEMAPHORE memfd_create "
         "MFD_CLOEXEC pidfd_open sched_getaffinity sched_setaffinity sched_getscheduler "
-        "sched_setscheduler SCHED_BATCH SCHED_OTHER O_PATH O_TMPFILE posix_fadvise pipe2"
+        "sched_setscheduler SCHED_BATCH SCHED_OTHER O_PATH O_TMPFILE posix_fadvise pipe2 "
+        "posix_fallocate fdatasync RWF_NOWAIT"
     ),
     "signal": "pidfd_send_signal SIGRTMIN SIGPWR SIGSTKFLT sigtimedwait sigwaitinfo",
     "select": "epoll",

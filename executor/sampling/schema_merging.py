@@ -282,9 +282,9 @@ class _Merging:
             for key in KEYWORDS[name]:
                 if key in node:
                     value = node[key]
-                    one[key] = (
-                        as_list(value) if key in COLLECTED and key != "notMultipleOf" else value
-                    )
+                    if key in COLLECTED and key != "notMultipleOf":
+                        value = list(dict.fromkeys(as_list(value)))  # their number is counted
+                    one[key] = value
             for side in ("Minimum", "Maximum"):  # booleans in old drafts
                 if isinstance(exclusive := one.get(f"exclusive{side}"), bool):
                     del one[f"exclusive{side}"]

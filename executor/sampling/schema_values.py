@@ -132,9 +132,18 @@ def has_type(value: Any, schema: dict[str, Any]) -> bool:
 
 def key_of(value: Any) -> str:
     """Equal for equal values. 1 and 1.0 are, 1 and true are not."""
+    return json.dumps(_with_integers(value), sort_keys=True)
+
+
+def _with_integers(value: Any) -> Any:
+    """Without floats that are whole numbers, at any depth."""
     if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return json.dumps(value, sort_keys=True)
+        return int(value)
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_integers(item) for key, item in value.items()}
+    return value
 
 
 def is_instance(value: Any, schema: Any) -> bool | None:

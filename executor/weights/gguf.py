@@ -81,7 +81,7 @@ def load_gguf_weights(
         tensor, packed = origin[name], PackedRows(rows, origin[name].type, is_mapped=True)
         with times.converting():
             if tensor.type in TYPES_OF_TENSORS:
-                packed = PackedRows(from_i2_s(rows[0], tensor.shape[0]), "INT2_128")
+                packed = _ternary(rows, tensor, name)
             if is_permuted(file, name):
                 packed = halves_apart(packed, heads[name.split("_proj")[0][-1]])
             values: torch.Tensor | PackedRows | None = packed
@@ -250,6 +250,13 @@ def _gate_and_up(tensor: torch.Tensor, is_transposed: bool) -> tuple[torch.Tenso
         return gate, up
     gate, up = tensor[..., ::2], tensor[..., 1::2]
     return (gate, up) if tensor.dim() == 2 else (gate.transpose(1, 2), up.transpose(1, 2))
+
+
+def _ternary(rows: torch.Tensor, tensor: GGUFTensor, name: str) -> PackedRows:
+    try:
+        return PackedRows(from_i2_s(rows[0], tensor.shape[0]), "INT2_128")
+    except ValueError as error:
+        raise ModelLoadError(f"{tensor.path}: {name}: {error}") from None
 
 
 def _vector(packed: PackedRows, name: str, offset: float) -> torch.Tensor:

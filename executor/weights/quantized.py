@@ -10,6 +10,7 @@ is rounded to fp16 in its blocks, by at most 2**-11 of it.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from typing import NamedTuple
 
@@ -247,6 +248,8 @@ def _read_bitnet(found: WeightFormat, shape: list[int], parts: dict[str, Tensor]
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1, 1)
     numbers = (parts["weight"] >> shifts & 3).flatten(0, 1).to(torch.int8) - 1
     scales = parts["weight_scale"].float().reshape(1, 1)
+    if not (0 < float(scales) < math.inf):
+        raise ValueError(f"its weight_scale must be positive and finite, not {float(scales)}")
     if found.layout == BITLINEAR:
         scales = 1 / scales
     return Numbers(numbers, scales, None, *_in_groups(found, shape))

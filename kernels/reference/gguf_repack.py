@@ -118,7 +118,11 @@ def from_i2_s(data: Tensor, rows: int) -> Tensor:
     numbers follow 32 bytes that begin with the scale in fp32, which is rounded to fp16.
     """
     numbers, tail = data[:-32].view(rows, -1, 1, 32), data[-32:]
-    scale = _bytes_of_halves(tail[:4].clone().view(torch.float32))
+    exact = tail[:4].clone().view(torch.float32)
+    rounded = exact.half().float()
+    if not (rounded.isfinite().all() and torch.allclose(rounded, exact, rtol=2**-10, atol=0)):
+        raise ValueError(f"its scale {float(exact)} is beyond fp16")
+    scale = _bytes_of_halves(exact)
     shifts = torch.tensor([6, 4, 2, 0], dtype=torch.uint8).view(4, 1)
     block_bytes = block_type("INT2_128").num_bytes
     out = torch.empty(rows, numbers.shape[1], block_bytes, dtype=torch.uint8)

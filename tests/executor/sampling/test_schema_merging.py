@@ -88,6 +88,18 @@ def test_what_contains_itself_is_merged_with_other_keywords() -> None:
     assert "allOf" not in keywords_of(merged(schema))
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "required": ["a", "a"], "minProperties": 2},
+        {"type": "object", "required": ["a", "a"], "maxProperties": 1},
+        {"allOf": [{"const": {"a": 1}}, {"const": {"a": 1.0}}]},
+    ],
+)
+def test_what_is_equal_is_one(schema) -> None:
+    check_instances(schema)
+
+
 def test_equal_combinations_are_merged_once() -> None:
     """Otherwise as many as there are ways to get there: 2 ** 20."""
     names = {}

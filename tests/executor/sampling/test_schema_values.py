@@ -82,6 +82,7 @@ def test_all_but_some_values(values) -> None:
 
 def test_keys_and_types() -> None:
     assert key_of(1) == key_of(1.0) != key_of(True)
+    assert key_of([{"a": 1}]) == key_of([{"a": 1.0}]) != key_of([{"a": True}])
     assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
     assert types_of({"type": "integer"}) == {"number"}
     assert types_of({"enum": [1, "a"]}) == {"number", "string"}

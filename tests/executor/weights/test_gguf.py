@@ -29,6 +29,7 @@ from quire.ipc.models.gguf import read_gguf
 from quire.ipc.models.gguf_weights import bytes_in_memory
 from quire.kernels import registry
 from quire.kernels.reference.gguf_blocks import TYPES
+from quire.kernels.reference.gguf_repack import from_i2_s
 from quire.tests.executor.driver import generate, make_config, start_executor
 from quire.tests.gguf_checkpoints import frequency_factors, gguf_name, write_gguf
 from quire.tests.gguf_files import write_gguf as write_tensors
@@ -147,6 +148,13 @@ def test_a_model_of_bitnet_cpp(checkpoint, tmp_path):
     tensor = read_gguf(path).tensors["blk.0.ffn_down.weight"]
     in_memory = bytes_in_memory(tensor, "bfloat16", keeps_blocks=True)
     assert in_memory == prod(tensor.shape) // 128 * 34 and file_type(read_gguf(path)) == "I2_S"
+
+
+@pytest.mark.parametrize("scale", [1e5, 1e-9, float("nan"), float("inf")])
+def test_a_scale_of_i2_s_must_fit_into_fp16(scale):
+    data = torch.frombuffer(bytearray(i2_s(torch.zeros(2, 128), scale)), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="is beyond fp16"):
+        from_i2_s(data, 2)
 
 
 @pytest.mark.sampled

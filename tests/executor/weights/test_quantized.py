@@ -359,6 +359,11 @@ def edited(checkpoint, tmp_path: Path, case: str, **tensors: torch.Tensor | None
             {"weight": torch.zeros(384, 256, dtype=torch.int8)},
             f"{LAYER}.weight is of type I8; supported: F8_E4M3$",
         ),
+        (
+            "bitnet",
+            {"weight_scale": torch.zeros(1)},
+            f"quantized tensors of {LAYER}.weight: its weight_scale must be positive and finite",
+        ),
     ],
 )
 def test_defects_are_named(case, tensors, message, checkpoint, tmp_path):

@@ -57,7 +57,8 @@ def parsers() -> Iterator[tuple[str, Parser]]:
 
 def manual_page() -> Iterator[str]:
     """Yields the manual page in roff, with the macros of man(7)."""
-    yield f'.TH QUIRE 1 "" "quire {__version__}" "Quire"\n'
+    # lines with one long word cannot be adjusted on both sides
+    yield f'.TH QUIRE 1 "" "quire {__version__}" "Quire"\n.ad l\n'
     yield ".SH NAME\nquire \\- an inference engine for large language models\n"
     yield ".SH SYNOPSIS\n.B quire\n.I COMMAND\n[...]\n.SH COMMANDS\n"
     for name, what in COMMANDS.items():

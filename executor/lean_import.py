@@ -164,8 +164,8 @@ class _Finder(MetaPathFinder, Loader):
             del vars(module)["__getattr__"]
             spec = module.__spec__
             assert spec is not None
-            module.__loader__ = spec.loader = spec.loader_state
-            spec.loader.exec_module(module)
+            module.__loader__ = spec.loader = loader = spec.loader_state
+            loader.exec_module(module)
 
 
 class _Imported(Loader):

@@ -202,13 +202,18 @@ class ChildProcess:
         self._copy_stderr()
         readable(self.pidfd)  # a child may close its stderr
 
+    @property
+    def _child(self) -> subprocess.Popen[bytes]:
+        assert self._popen is not None  # otherwise the constructor has raised
+        return self._popen
+
     def wait(self, timeout_s: float) -> bool:
         """Waits for its death. Returns False if it is still alive."""
         return bool(readable(self.pidfd, timeout_s=timeout_s))
 
     def describe_death(self) -> str:
         """How a dead child died, with the last lines of its stderr. Reaps it."""
-        code = self._popen.wait()
+        code = self._child.wait()
         how = (
             f"exited with code {code}"
             if code >= 0
@@ -223,16 +228,16 @@ class ChildProcess:
 
     def reap(self) -> None:
         """Reaps a dead child."""
-        self._popen.wait()
+        self._child.wait()
 
     def send_signal(self, number: signal.Signals) -> None:
         """Does nothing if the child is dead."""
-        self._popen.send_signal(number)
+        self._child.send_signal(number)
 
     @property
     def exit_signal(self) -> signal.Signals | None:
         """The signal that ended the child, once it is reaped; None if it exited by itself."""
-        code = self._popen.returncode
+        code = self._child.returncode
         return signal.Signals(-code) if code is not None and code < 0 else None
 
     def close(self, timeout_s: float) -> None:
@@ -244,10 +249,10 @@ class ChildProcess:
         if self.pidfd < 0 or os.getpid() != self._owner_pid:  # a fork of the owner owns no engine
             return
         if not self.wait(timeout_s):
-            self._popen.terminate()
+            self._child.terminate()
             if not self.wait(TERMINATE_TIMEOUT_S):
-                self._popen.kill()
-        self._popen.wait()
+                self._child.kill()
+        self._child.wait()
         self._thread.join()
         for fd in (self.pidfd, self._stderr_fd, self._parent_write_fd):
             os.close(fd)

@@ -85,6 +85,9 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
+        # It may leave an object half made, as asyncio's loop, whose finalizer then fails at the end
+        # of this clause. Nobody needs its report: the process ends.
+        sys.unraisablehook = lambda _: None
         if sys.stderr.isatty():  # the shell's prompt begins its line, where the ^C is
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED

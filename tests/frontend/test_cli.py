@@ -1,6 +1,7 @@
 """The `quire` command: flags, help, messages, exit codes."""
 
 import subprocess
+import sys
 
 import pytest
 from quire import SamplingParams, StructuredOutputsParams
@@ -258,3 +259,26 @@ def test_errors_that_cannot_be_written_leave_the_exit_code() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([*QUIRE, "zzzzz"], stderr=full, timeout=60, check=False)
     assert done.returncode == 2
+
+
+def test_what_an_interrupt_leaves_half_made_prints_nothing() -> None:
+    """As asyncio's event loop does, whose finalizer fails if its constructor was interrupted."""
+    half_made = """
+import sys
+from quire import __main__ as program
+
+class HalfMade:
+    def __del__(self):
+        self.missing
+
+def run(argv):
+    part = HalfMade()
+    raise KeyboardInterrupt
+
+program.run = run
+sys.exit(program.main([]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", half_made], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

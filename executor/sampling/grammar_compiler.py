@@ -30,6 +30,7 @@ from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_schemas import closed_schema
 from ...ipc.models.gguf import is_gguf
 from ...ipc.params import StructuredOutputsParams
+from .schema_drafts import OLD_DRAFT, without_ignored
 from .schema_merging import merged
 from .schema_rewriting import rewritten
 from .schema_values import UnsayableError, escape
@@ -114,6 +115,21 @@ def to_llguidance(params: StructuredOutputsParams) -> str:
         return llguidance.grammar_from("llguidance" if is_json else "grammar", text)
     except Exception as error:  # GBNF's reader raises any exception
         raise refusal(f"cannot be read: {shorten(str(error))}") from None
+
+
+def _of_its_draft(params: StructuredOutputsParams) -> StructuredOutputsParams:
+    """`params` without what the schema's draft ignores, where llguidance would apply it."""
+    assert isinstance(params.json, str)  # they are normalized
+    if '"$ref"' not in params.json or not OLD_DRAFT.search(params.json):
+        return params  # so that most schemas are not read twice
+    try:
+        read = json.loads(params.json)
+        made = without_ignored(read)
+    except (ValueError, RecursionError):  # as llguidance says, too
+        return params
+    if made == read:
+        return params
+    return msgspec.structs.replace(params, json=json.dumps(made, ensure_ascii=False))
 
 
 def _rewritten(params: StructuredOutputsParams, error: str) -> Iterator[StructuredOutputsParams]:
@@ -291,9 +307,11 @@ class GrammarCompiler:
     def compile_said(
         self, params: StructuredOutputsParams
     ) -> tuple[LLMatcher, StructuredOutputsParams]:
-        """`compile`, and `params` with the schema that llguidance has read: the same, or rewritten
-        (schema_rewriting.py, schema_merging.py).
+        """`compile`, and `params` with the schema that llguidance has read: the same, without what
+        its draft ignores (schema_drafts.py), or rewritten (schema_rewriting.py, schema_merging.py).
         """
+        if params.json is not None:
+            params = _of_its_draft(params)
         matcher, problem = self._matcher(params), None
         if matcher.is_error() and params.json is not None:
             for said in _rewritten(params, matcher.get_error()):

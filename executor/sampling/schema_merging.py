@@ -26,6 +26,7 @@ from .schema_values import (
     ANNOTATIONS,
     TYPES,
     UnsayableError,
+    escape,
     has_type,
     is_instance,
     key_of,
@@ -35,6 +36,7 @@ from .schema_values import (
 MAX_ALTERNATIVES = 300  # of one schema
 MAX_PAIRS = 40_000  # of alternatives that are merged for one request
 MAX_PATTERNS = 64  # of properties' names in one schema
+MAX_SETS = 400  # of properties that one schema has, where their number is limited
 MAX_MULTIPLES = 64  # numbers, or spaces between them, that are told one by one
 MAX_SHORT = 100  # characters
 MAX_ROUNDS = 4  # until it is known which schemas nothing follows
@@ -86,8 +88,9 @@ def merged(schema: Schema) -> Schema:
 class _OpenError(UnsayableError):
     """What a part allows is asked while it is being found."""
 
-    def __init__(self):
-        super().__init__("a part of the schema is an alternative of itself")
+    def __init__(self, number: int):
+        super().__init__("whether a value follows a part of the schema depends on the part itself")
+        self.number = number
 
 
 class _Merging:
@@ -104,6 +107,8 @@ class _Merging:
         self._referred: set[str] = set()  # those of them that something refers to
         self._alternatives: dict[int, list[Alternative]] = {}
         self._open: set[int] = set()  # whose alternatives are being found
+        self._same: set[int] = set()  # those of them that the same value must follow
+        self._met: set[int] = set()  # those of these that were left out of themselves
         self._pairs = 0
         self._apart: dict[tuple[str, ...], bool] = {}
 
@@ -197,7 +202,12 @@ class _Merging:
     def _made(self, parts: Parts) -> Schema:
         made: list[dict[str, Any]] = []
         plain: list[str] = []
-        for one in self._all(parts):
+        outer, self._same, self._met = (self._same, self._met), set(), set()
+        try:
+            alternatives = self._all(parts)
+        finally:
+            self._same, self._met = outer
+        for one in alternatives:
             for schema in self._schemas(one):
                 if schema.keys() == {"type"}:
                     plain.append(schema["type"])
@@ -231,22 +241,39 @@ class _Merging:
         if number in self._alternatives:
             return self._alternatives[number]
         if number in self._open:
-            raise _OpenError
+            raise _OpenError(number)
         self._open.add(number)
+        self._same.add(number)
         try:
-            found = self._alternatives[number] = self._find(number)
+            found = self._find(number)
         finally:
             self._open.remove(number)
+            self._same.remove(number)
+            self._met.discard(number)
+        if not self._met:  # otherwise alternatives of an outer part are missing here
+            self._alternatives[number] = found
         return found
 
     def _find(self, number: int) -> list[Alternative]:
         node = self._nodes[number]
         found = self._plain(node)
         if "anyOf" in node:
-            ways = [way for one in node["anyOf"] for way in self._all(self.parts_of([one]))]
+            ways = [way for one in node["anyOf"] for way in self._ways(one)]
             keys = node.keys() - ANNOTATIONS - {"anyOf"}
             found = self._product(found, ways) if keys else self._distinct(ways)
         return found
+
+    def _ways(self, branch: Schema) -> list[Alternative]:
+        """The alternatives of a branch of `anyOf`. One that a value follows only where it follows
+        the whole `anyOf` adds nothing to that.
+        """
+        try:
+            return self._all(self.parts_of([branch]))
+        except _OpenError as error:
+            if error.number not in self._same:  # another value's, such as the outer object's
+                raise
+            self._met.add(error.number)
+            return []
 
     def _product(self, some: list[Alternative], others: list[Alternative]) -> list[Alternative]:
         pairs = [(a, b) for a in some for b in others if a["type"] == b["type"]]
@@ -495,7 +522,7 @@ class _Merging:
 
     def _objects(self, made: dict[str, Any]) -> list[dict[str, Any]]:
         rest = self.place(made.get("additionalProperties", ANY))
-        patterns = {p: self.place(parts) for p, parts in made.get("patternProperties", {}).items()}
+        patterns = {p: self.place(parts) for p, parts in self._other_names(made)}
         if rest is False:
             patterns = {p: one for p, one in patterns.items() if one is not False}
         listed = {name: self.place(parts) for name, parts in made.get("properties", {}).items()}
@@ -513,9 +540,69 @@ class _Merging:
             made.pop(key, None)
             if value != default:
                 made[key] = value
-        if len(made.get("required", ())) >= made.get("minProperties", 0):
+        return self._counted(made)
+
+    def _other_names(self, made: dict[str, Any]) -> Iterable[tuple[str, Parts]]:
+        """patternProperties as a schema has them, where they are for listed properties, too. Here
+        what is listed says all about a property.
+        """
+        listed = made.get("properties", {})
+        for pattern, parts in made.get("patternProperties", {}).items():
+            names = [
+                name
+                for name, own in listed.items()
+                if not {*parts} <= {*own} and own != NEVER and _found(pattern, name)
+            ]
+            known = f"^(?:{'|'.join(map(escape, names))})$"
+            left = _common([pattern], [known]) if names else pattern
+            if left is not None:
+                yield left, parts
+
+    def _counted(self, made: dict[str, Any]) -> list[dict[str, Any]]:
+        """An object schema for each set of optional properties, where their number is limited:
+        llguidance counts properties only where all that are listed are required.
+        """
+        listed, required = made.get("properties", {}), made.get("required", [])
+        optional = [name for name in listed if name not in required and listed[name] is not False]
+        is_open = made.get("additionalProperties") is not False or "patternProperties" in made
+        least = made.get("minProperties", 0) - len(required)
+        most = made.get("maxProperties", math.inf) - len(required)
+        if least <= 0:
             made.pop("minProperties", None)
-        return [made]
+        if not is_open and most >= len(optional):
+            made.pop("maxProperties", None)
+        if not optional or not made.keys() & {"minProperties", "maxProperties"}:
+            return [made]
+        found = []
+        has_most = "maxProperties" in made
+        for size in range(0 if is_open else max(0, least), len(optional) + 1):
+            for chosen in itertools.combinations(optional, size):
+                found.append(self._with_exactly(made, chosen, optional))
+                if len(found) > MAX_SETS:
+                    raise UnsayableError(
+                        f"a grammar cannot say minProperties or maxProperties of {len(optional)} "
+                        f"optional properties"
+                    )
+                if size == least and not has_most:  # there may be more of them
+                    found[-1]["properties"] = listed
+                if least <= size or not is_open:
+                    found[-1].pop("minProperties", None)
+                if not is_open:
+                    found[-1].pop("maxProperties", None)
+            if size == most or (size >= least and not has_most):
+                break
+        return found
+
+    @staticmethod
+    def _with_exactly(
+        made: dict[str, Any], chosen: Iterable[str], optional: list[str]
+    ) -> dict[str, Any]:
+        """An object schema with just these of its optional properties."""
+        others = dict.fromkeys(name for name in optional if name not in chosen)
+        listed = {
+            name: False if name in others else one for name, one in made["properties"].items()
+        }
+        return {**made, "properties": listed, "required": [*made.get("required", ()), *chosen]}
 
 
 def _is_short(schema: dict[str, Any]) -> bool:

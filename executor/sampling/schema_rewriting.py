@@ -10,7 +10,6 @@ Must not know: llguidance's API, tokens, requests.
     contains                             one of the first items
     uniqueItems                          lists of the few values that an item can have
     propertyNames                        patternProperties, or properties
-    minProperties, maxProperties         which of the listed properties there are
     format                               a pattern; one that no standard defines says nothing
     pattern                              without lookaheads; its opposite is a pattern, too
     patternProperties                    no two patterns for the same name
@@ -62,13 +61,14 @@ from .schema_values import (
 )
 
 MAX_SCHEMAS = 4_000  # that one rewritten schema is made of
-MAX_LISTS = 400  # lists of unique items, or sets of properties, that are told one by one
+MAX_LISTS = 400  # lists of unique items that are told one by one
 MAX_WAYS = 64  # in which a branch of oneOf excludes the others
 MAX_POSITION = 4  # of the item that a list must have among others
 
 COPIED = frozenset(
     ("type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
     + ("multipleOf", "minLength", "maxLength", "minItems", "maxItems", "required")
+    + ("minProperties", "maxProperties")
 )
 MAX_PATTERNS = 64  # of properties' names in the place of those that share names
 IGNORE = '; {"x-guidance": {"lenient": true}} in the schema ignores what a grammar cannot say'
@@ -377,34 +377,6 @@ class _Rewriting:
             if len(regions) > MAX_PATTERNS:
                 raise UnsayableError("a grammar cannot say so many patternProperties that overlap")
         return dict(regions)
-
-    def _most_properties(self, schema: dict[str, Any], value: int) -> Schema:
-        return True if "minProperties" in schema else self._number_of_properties(schema, value)
-
-    def _number_of_properties(self, schema: dict[str, Any], value: int) -> Schema:
-        """minProperties and maxProperties together."""
-        least, most = schema.get("minProperties", 0), schema.get("maxProperties")
-        listed = [name for name, one in schema.get("properties", {}).items() if one is not False]
-        required = set(schema.get("required", ()))
-        if required.issuperset(listed):
-            bounds = {"minProperties": least, "maxProperties": most}
-            return {key: bound for key, bound in bounds.items() if bound is not None}
-        sizes = [least] if most is None else range(least, most + 1)
-        sets = (set(names) for size in sizes for names in itertools.combinations(listed, size))
-        sets = (names for names in sets if most is None or names >= required)
-        found = list(itertools.islice(sets, MAX_LISTS + 1))
-        if not 0 < len(found) <= MAX_LISTS:
-            raise UnsayableError("a grammar cannot say minProperties or maxProperties here")
-        return only_for("object", any_of(self._exactly(names, listed, most) for names in found))
-
-    @staticmethod
-    def _exactly(names: set[str], listed: list[str], most: int | None) -> Schema:
-        """Objects with these of the listed properties; where there is a maximum, with no other."""
-        ordered = [name for name in listed if name in names]
-        if most is None:
-            return {"required": ordered} if ordered else True
-        allowed = {"properties": dict.fromkeys(ordered, True), "additionalProperties": False}
-        return {"required": ordered, **allowed}
 
     # ------------------------------------------------------------ what does not hold
 
@@ -727,8 +699,6 @@ SAID: dict[str, Callable[[_Rewriting, dict[str, Any], Any], Schema]] = {
     "contains": _Rewriting._contains,
     "uniqueItems": _Rewriting._unique_items,
     "propertyNames": _Rewriting._property_names,
-    "minProperties": _Rewriting._number_of_properties,
-    "maxProperties": _Rewriting._most_properties,
 }
 OPPOSITE: dict[str, Callable[[_Rewriting, dict[str, Any], Any], Schema]] = {
     "type": _Rewriting._not_type,

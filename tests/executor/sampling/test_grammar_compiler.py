@@ -100,6 +100,16 @@ def test_a_choice_is_exactly_its_texts(compiler, text, other):
     assert re.fullmatch("[A-Za-z0-9 ]|(\\\\U[0-9a-f]{8})", escape(text[0]))
 
 
+def test_what_a_draft_ignores_separates_no_branches(compiler):
+    named = {"$ref": "#/definitions/t"}
+    branches = [{**named, "type": "string"}, {**named, "type": "null"}, {"type": "integer"}]
+    schema = {"definitions": {"t": {"type": ["string", "null"]}}, "oneOf": branches}
+    old = {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
+    texts = '"a"', "null", "1"
+    assert [text for text in texts if accepts(compiler, text, json=schema)] == list(texts)
+    assert [text for text in texts if accepts(compiler, text, json=old)] == ["1"]
+
+
 LIST = {"type": "object", "properties": {"a": {"$ref": "#/$defs/list"}, "b": {}}}
 SECOND = {"properties": {"a": {"$ref": "#/$defs/second"}, "b": {"type": "integer"}}}
 

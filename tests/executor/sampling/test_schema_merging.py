@@ -17,7 +17,7 @@ LEAVES: list[Any] = [
     *({"const": {"a": 1}}, {"enum": [1, "a", None, [1]]}, {"minimum": 2}),
     *({"exclusiveMaximum": 2}, {"multipleOf": 2}, {"minLength": 2}, {"maxLength": 1}),
     *({"pattern": "^a"}, {"pattern": "b"}, {"maxItems": 1}, {"minItems": 2}),
-    *({"required": ["a"]}, {"maxProperties": 1}),
+    *({"required": ["a"]}, {"maxProperties": 1}, {"minProperties": 2}),
 ]
 LIST = {"type": "object", "properties": {"a": {"$ref": "#/$defs/list"}}}
 
@@ -65,7 +65,7 @@ def test_merged_schemas_have_the_same_instances(seed) -> None:
         try:
             check_instances(schema)
         except UnsayableError as error:
-            assert "alternative of itself" in str(error)  # which jsonschema does not end with
+            assert "depends on the part itself" in str(error)  # jsonschema does not end with it
         except RecursionError:  # jsonschema's
             continue
         num_checked += 1
@@ -98,6 +98,56 @@ def test_what_contains_itself_is_merged_with_other_keywords() -> None:
 )
 def test_what_is_equal_is_one(schema) -> None:
     check_instances(schema)
+
+
+SELF = {
+    "a": {"anyOf": [{"$ref": "#/$defs/b"}, {"type": "string"}]},
+    "b": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "object", "required": ["a"]}]},
+    "c": {"anyOf": [{"$ref": "#/$defs/c", "minimum": 2}, {"properties": {"a": {"const": 1}}}]},
+    "d": {
+        "anyOf": [{"type": "null"}, {"type": "object", "properties": {"a": {"$ref": "#/$defs/d"}}}]
+    },
+}
+ANY_OF_THEM = [{"type": "string"}, {"type": "object", "required": ["a"]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "equal"),
+    [
+        ("a", {"anyOf": ANY_OF_THEM}),
+        ("b", {"anyOf": ANY_OF_THEM}),
+        ("c", {"properties": {"a": {"const": 1}}}),
+    ],
+)
+def test_a_branch_that_is_the_whole_adds_nothing(name, equal) -> None:
+    made = Draft202012Validator(merged({"$defs": SELF, "$ref": f"#/$defs/{name}"}))
+    both = {"$defs": SELF, "allOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/a"}]}
+    if name != "c":
+        assert merged(both)["$defs"]
+    expected = list(filter(Draft202012Validator(equal).is_valid, VALUES))
+    assert list(filter(made.is_valid, VALUES)) == expected
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("least", [0, 1, 2, 3])
+@pytest.mark.parametrize("most", [0, 1, 2, None])
+def test_properties_are_counted_where_all_that_are_listed_are_required(is_open, least, most):
+    schema = {"type": "object", "properties": {"a": True, "b": True, "c": {"type": "null"}}}
+    schema |= {"additionalProperties": is_open, "allOf": [{"minProperties": least}]}
+    if most is not None:
+        schema["maxProperties"] = most
+    check_instances(schema)
+    for one in objects_of(merged(schema)) if least <= (3 if most is None else most) else ():
+        if one.keys() & {"minProperties", "maxProperties"}:
+            listed = {name for name, part in one["properties"].items() if part is not False}
+            assert listed <= set(one.get("required", ()))
+
+
+def objects_of(schema: Any) -> list[dict[str, Any]]:
+    inner = schema.values() if isinstance(schema, dict) else schema
+    own = [schema] if isinstance(schema, dict) and schema.get("type") == "object" else []
+    parts = [one for one in inner if isinstance(one, (dict, list))]
+    return [*own, *(found for one in parts for found in objects_of(one))]
 
 
 def test_equal_combinations_are_merged_once() -> None:
@@ -148,7 +198,8 @@ def test_no_number_is_a_multiple_of_what_it_must_not_be(schema) -> None:
         ({"allOf": [{"type": "string"}, {"type": "null"}]}, "no value follows"),
         ({"allOf": [{"minimum": 3}, {"maximum": 2}], "type": "number"}, "no value follows"),
         ({"type": "string", "allOf": [{"pattern": "^a"}, {"pattern": "^b"}]}, "no value follows"),
-        ({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "of itself"),
+        ({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "no value"),
+        ({"properties": {f"p{i}": True for i in range(9)}, "maxProperties": 6}, "of 9 optional"),
         (
             {"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(9)]} for i in range(9)]},
             "too many",

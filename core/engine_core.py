@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..ipc import platform_tuning
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ..ipc.hops import MessageTimer
@@ -106,8 +105,6 @@ class EngineCore:
         try:
             self.scheduler, self.ready = _load(config, executor, report, epoch, engine_index)
             self.kv_events = make_publisher(config, epoch, engine_index)
-            if is_alone:
-                platform_tuning.unmap_unchanged()
             report("kv cache", 1.0)
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to report

@@ -62,6 +62,7 @@ from ..ipc.messages import (
 from ..ipc.process import LEAVE_SIGNAL, STACKS_SIGNAL, SignalPipe, die_with_parent, read_key
 from ..ipc.sockets import KEY_BYTES, MAX_DAEMON_SOCKETS, Wire, ipc_path, make_context
 from ..ipc.systemd import NUM_BLOCKS, Notifier
+from ..ipc.threads import start_in_thread
 from .executor_import import begin_import
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ class EngineCoreProc:
         self._send_to_all(core.ready)
         self.on_ready(core.ready)
         self.notifier.ready(**{NUM_BLOCKS: core.ready.num_blocks})
+        start_in_thread(platform_tuning.unmap_unchanged)  # it takes 30 ms, mostly of the system
 
     def _count_transport(self) -> dict[str, int]:
         stats = TransportStats(

@@ -6,22 +6,22 @@ Must not know: what torch is used for.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..ipc import platform_tuning
 from ..ipc.plugins import installed_plugins
+from .torch_libraries import load_libraries
 
 if TYPE_CHECKING:
+    from importlib.abc import Loader
+
     from ..ipc.config import EngineConfig
+else:  # what is inherited is not needed, and importing it takes 20 ms
+    Loader = object
 
 # This module has kernels for tensors without data, and takes half a second to run. Only torch's
 # compiler and the device "meta" need them; Quire uses neither.
@@ -32,6 +32,7 @@ _DEFERRED = {
     "2.13": (
         _META,
         "torch._higher_order_ops",
+        "torch._native",  # kernels in Triton and CuTe DSL for operations on GPUs
         "torch.ao",
         "torch.compiler",
         "torch.distributed._meta_registrations",
@@ -48,6 +49,10 @@ _DEFERRED = {
         "torch.profiler",
         "torch.quantization",
         "torch.utils.data",
+        "torchgen",
+        "torchgen.model",
+        "unittest",
+        "unittest.mock",
     )
 }
 # functions of these modules that torch makes its own while it is imported
@@ -55,8 +60,6 @@ _FUNCTIONS = {
     "torch._higher_order_ops": ("cond", "while_loop"),
     "torch.func": ("vmap",),
 }
-# the first module that torch imports after loading its libraries
-_AFTER_LIBRARIES = "torch._tensor"
 
 
 def import_torch(config: EngineConfig | None = None) -> None:
@@ -73,23 +76,24 @@ def import_torch(config: EngineConfig | None = None) -> None:
         if not is_ours:
             run_deferred()
         return
-    _load_libraries()
     is_ours = is_ours and platform_tuning.is_enabled() and not installed_plugins()
     if is_ours:
         # numpy's own library for products starts threads that spin, and Quire does not use it
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         _finder.defer(*deferred_modules())
+    load_libraries()
     sys.meta_path.insert(0, _finder)
     import torch  # noqa: F401
 
     _finder.end_import()
     if not is_ours:
         sys.meta_path.remove(_finder)
-    platform_tuning.unmap_unchanged()
 
 
 def deferred_modules() -> tuple[str, ...]:
     """What the installed torch runs only when it is used."""
+    from importlib.metadata import version  # it imports zipfile, email and csv
+
     release = ".".join(version("torch").split(".")[:2])
     return _DEFERRED.get(release, (_META,))
 
@@ -99,21 +103,9 @@ def run_deferred() -> None:
     _finder.run_all()
 
 
-def _load_libraries() -> None:
-    """Loads torch's libraries without the GIL. The import would hold it for 0.2 s, while another
-    thread imports the core and handles the configuration.
-    """
-    spec = find_spec("torch")
-    path = Path((spec and spec.origin) or "").parent / "lib" / "libtorch_python.so"
-    if path.is_file():
-        load = ctypes.CDLL(None).dlopen  # ctypes.CDLL(path) holds the GIL
-        load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-        load(bytes(path), os.RTLD_NOW)
-
-
-class _Finder(MetaPathFinder, Loader):
+class _Finder(Loader):
     """Makes modules empty until their first attribute access, or the import of one of their own
-    modules, which runs them.
+    modules that is not deferred, which runs them.
 
     If torch does either during its import, nothing changes.
     """
@@ -137,9 +129,8 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Any, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname == _AFTER_LIBRARIES:
-            platform_tuning.unmap_unchanged()
-        if (package := self._waiting.get(fullname.rpartition(".")[0])) is not None:
+        package = self._waiting.get(fullname.rpartition(".")[0])
+        if package is not None and fullname not in self._names:
             self._run(package)
             if (module := sys.modules.get(fullname)) is not None:  # the package has imported it
                 module.__spec__ = ModuleSpec(fullname, _Imported(module))
@@ -148,6 +139,9 @@ class _Finder(MetaPathFinder, Loader):
         if spec is not None and spec.loader is not None:
             spec.loader, spec.loader_state = self, spec.loader
         return spec
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """An ordinary module."""
 
     def exec_module(self, module: ModuleType) -> None:
         def access(name: str) -> Any:

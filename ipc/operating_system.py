@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     import subprocess
 
 _PR_SET_PDEATHSIG = 1
+# Found when this module is imported: while another thread loads a library, the search waits and
+# holds the GIL.
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 # sysctl's names below hw.optional, and those of Linux
 _FEATURES = {
     "neon": "asimd",
@@ -99,7 +102,8 @@ class Linux:
 
     def die_with_parent(self, parent_pid: int) -> None:
         """This process receives SIGKILL when the thread that started it ends."""
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        assert _PRCTL is not None  # Linux has it
+        _PRCTL(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
     def process_state(self, pid: int) -> ProcessState:
         """Raises OSError for a process that is gone."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from .operating_system import SYSTEM, Linux
 
 _LIBC = ctypes.CDLL(None)
+_MADVISE = _LIBC.madvise  # found now: while another thread loads a library, the search waits
 _IS_LINUX = isinstance(SYSTEM, Linux)
 # Linux 5.14; older kernels refuse, and pages are allocated or read at their first use
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
@@ -142,7 +143,7 @@ def drop_pages(start: int, num_bytes: int) -> bool:
 
 
 def _advise(start: int, num_bytes: int, advice: int) -> bool:
-    return _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), advice) == 0
+    return _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), advice) == 0
 
 
 def unmap_unchanged() -> int:

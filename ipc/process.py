@@ -58,7 +58,10 @@ def engine_command(
     directory would come first on sys.path, and a directory there called `core` or `kernels` would
     hide a package.
     """
-    command = [*(program or (sys.executable, "-P", "-m", "quire.core.engine_proc"))]
+    # this program loads torch's libraries before it does anything else
+    early = ["quire.core.early_start"] if imports_for == "cpu" and program is None else []
+    module = [*early, "quire.core.engine_proc"]
+    command = [*(program or (sys.executable, "-P", "-m", *module))]
     if imports_for is not None:
         command += ["--import-early", imports_for]
     if replaces:

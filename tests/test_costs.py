@@ -244,6 +244,18 @@ def test_a_plain_start_imports_no_other_family() -> None:
         ("quire.frontend.cli.generate, quire.ipc.early_engine", {"asyncio", "psutil", "numpy"}),
         # until that process begins to load torch's libraries
         (
+            "quire.core.early_start",
+            {
+                "asyncio",
+                "psutil",
+                "numpy",
+                "logging",
+                "quire.ipc.messages",
+                "quire.core.engine_proc",
+            },
+        ),
+        # until it begins to import torch
+        (
             "quire.core.engine_proc",
             {"asyncio", "psutil", "numpy", "quire.core.engine_core", "importlib.metadata"},
         ),

@@ -44,6 +44,7 @@ LAZILY = {
     "__init__.py": "core",
     "frontend/clients/inproc_client.py": "core",
     "core/engine_core.py": "executor",
+    "core/early_start.py": "executor",
     "core/executor_import.py": "executor",
 }
 

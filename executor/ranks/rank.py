@@ -206,6 +206,7 @@ class Rank:
         if call.method == "initialize_kv_cache":
             num_bytes = worker.initialize_kv_cache(*call.args)
             platform_tuning.end_start()
+            platform_tuning.unmap_unchanged()
             rooms = worker.max_num_seqs, worker.num_state_checkpoints
             return Result([num_bytes, worker.burst_weights_bytes, *rooms])
         if call.method == "initialize_offload":

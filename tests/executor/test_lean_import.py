@@ -61,8 +61,8 @@ from quire.executor import lean_import
 lean_import.import_torch()
 from quire import LLM, SamplingParams
 def deferred():
-    return sorted(name for name, m in list(sys.modules.items()) if name.startswith("torch.")
-                  and getattr(type(vars(m).get("__getattr__")), "__name__", "") == "function"
+    return sorted(name for name, m in list(sys.modules.items())
+                  if getattr(type(vars(m).get("__getattr__")), "__name__", "") == "function"
                   and vars(m)["__getattr__"].__module__ == lean_import.__name__)
 before = deferred()
 with LLM(engine="inproc") as llm:
@@ -71,6 +71,8 @@ with LLM(engine="inproc") as llm:
 assert deferred() == before, set(before) - set(deferred())
 lean_import.run_deferred()
 assert deferred() == []
+import torchgen.model, unittest.mock
+assert torchgen.model.FunctionSchema and unittest.mock.patch and unittest.TestCase
 print(json.dumps(before))
 """
 

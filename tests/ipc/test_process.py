@@ -34,6 +34,12 @@ def start(script: str) -> EngineProcess:
 def test_the_command():
     assert engine_command() == [sys.executable, "-P", "-m", "quire.core.engine_proc"]
     assert engine_command(imports_for="cuda") == [*engine_command(), "--import-early", "cuda"]
+    assert engine_command(imports_for="cpu")[3:] == [
+        "quire.core.early_start",
+        "quire.core.engine_proc",
+        "--import-early",
+        "cpu",
+    ]
     assert engine_command(listen="ipc:///x")[-6:-1] == [
         "--listen",
         "ipc:///x",

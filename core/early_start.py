@@ -1,0 +1,40 @@
+"""The program of an engine that starts before its configuration is known: torch's libraries load
+while the engine's own modules are imported.
+
+Must not know: what an engine does.
+
+Run as `python -m quire.core.early_start quire.core.engine_proc ARGUMENTS`; the second name is there
+for those who look for engines among the system's processes.
+"""
+
+from __future__ import annotations
+
+# Modules that are libraries, or have some, must be imported before: see begin_loading.
+import bz2  # noqa: F401
+import contextvars  # noqa: F401
+import csv  # noqa: F401
+import hashlib  # noqa: F401
+import lzma  # noqa: F401
+import mmap  # noqa: F401
+import queue  # noqa: F401
+import secrets  # noqa: F401
+import subprocess  # noqa: F401
+import sys
+import zlib  # noqa: F401
+
+import msgspec  # noqa: F401
+
+from ..ipc import platform_tuning, sockets  # noqa: F401
+
+
+def begin() -> None:
+    from ..executor.torch_libraries import begin_loading
+
+    begin_loading()
+
+
+if __name__ == "__main__":
+    begin()
+    from .engine_proc import leave, main
+
+    leave(main(sys.argv[2:]))

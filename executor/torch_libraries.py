@@ -1,0 +1,32 @@
+"""Loads torch's libraries into the process, before torch is imported.
+
+Must not know: torch's modules. It imports little, so that loading can begin first of all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from importlib.util import find_spec
+
+
+def begin_loading() -> None:
+    """Does what load_libraries does, in a thread. Until that is done, the import of any module that
+    is a library waits and holds the GIL.
+    """
+    threading.Thread(target=load_libraries, name="quire-torch-libraries", daemon=True).start()
+
+
+def load_libraries() -> None:
+    """Loads torch's libraries without the GIL. The import would hold it for 0.3 s, while another
+    thread imports the core and handles the configuration.
+
+    If another thread is loading them, this waits for it.
+    """
+    spec = find_spec("torch")
+    path = os.path.join(os.path.dirname((spec and spec.origin) or ""), "lib", "libtorch_python.so")
+    if os.path.isfile(path):
+        load = ctypes.CDLL(None).dlopen  # ctypes.CDLL(path) holds the GIL
+        load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+        load(os.fsencode(path), os.RTLD_NOW)

@@ -35,6 +35,8 @@ COMMANDS = {
     "pull": "download a model from the hub",
     "models": "list, show and remove the models in the hub cache; check which models run",
 }
+# their engine's process starts before anything else
+START_AN_ENGINE = {"serve", "generate", "chat"}
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = (
     1,
     2,
@@ -148,7 +150,15 @@ def run_command(command: str, argv: list[str]) -> int:
     from .ipc.errors import InvalidParameterError, ModelLoadError, QuireError
 
     try:
-        return import_module(f".frontend.cli.{command}", __package__).main(argv)
+        if command in START_AN_ENGINE:
+            from .ipc.early_process import begin_early_process, end_early_process
+
+            begin_early_process(argv)
+        try:
+            return import_module(f".frontend.cli.{command}", __package__).main(argv)
+        finally:
+            if command in START_AN_ENGINE:
+                end_early_process()
     except (InvalidParameterError, ModelLoadError) as error:
         return fail(error, EXIT_USAGE)
     except QuireError as error:

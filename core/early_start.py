@@ -4,7 +4,8 @@ while the engine's own modules are imported.
 Must not know: what an engine does.
 
 Run as `python -m quire.core.early_start quire.core.engine_proc ARGUMENTS`; the second name is there
-for those who look for engines among the system's processes.
+for those who look for engines among the system's processes. Without --connect, the other arguments
+and the key come from stdin, when its parent has sockets.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import csv  # noqa: F401
 import hashlib  # noqa: F401
 import lzma  # noqa: F401
 import mmap  # noqa: F401
+import os
 import queue  # noqa: F401
 import secrets  # noqa: F401
 import subprocess  # noqa: F401
@@ -33,8 +35,23 @@ def begin() -> None:
     begin_loading()
 
 
+def arguments() -> list[str]:
+    """engine_proc's arguments. Ends the process if its parent is gone."""
+    given = sys.argv[2:]
+    if "--connect" in given:
+        return given
+    from ..ipc.process import LENGTH_BYTES
+
+    stdin = sys.stdin.fileno()
+    length = os.read(stdin, LENGTH_BYTES)
+    if len(length) < LENGTH_BYTES:
+        os._exit(1)
+    others = os.read(stdin, int.from_bytes(length)).decode().split("\0")
+    return [*given, *others, "--key-fd", str(stdin)]  # the key follows
+
+
 if __name__ == "__main__":
     begin()
     from .engine_proc import leave, main
 
-    leave(main(sys.argv[2:]))
+    leave(main(arguments()))

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from .engine_core import EngineCore
 
 GROUP_S = 1.0  # between the Shutdowns of engines that leave together
+PROGRESS_S = 0.02  # between two reports of one stage of the start
 LEAVE_DELAY_S = 1.0  # see EngineCoreProc.delays_leaving
 # A client of a daemon without requests that sends nothing for so long makes room for another.
 IDLE_S = 60.0
@@ -115,6 +116,7 @@ class EngineCoreProc:
         # have got the signal too, drain, and have more of them.
         self.delays_leaving = False
         self.idle_since: float | None = None  # while it could leave
+        self._reported = ("", 0.0)  # the stage, and when by time.monotonic()
         self.notifier = Notifier()
         self.num_overflowed_clients = 0
         self.on_ready = on_ready
@@ -210,7 +212,12 @@ class EngineCoreProc:
     def _report(self, stage: str, fraction: float) -> None:
         self._take_events(block=False)
         self._check_early()
-        self._send_to_all(Progress(stage, fraction))
+        # hundreds of weights may be loaded in a moment
+        last, at = self._reported
+        now = time.monotonic()
+        if stage != last or fraction in (0.0, 1.0) or now - at >= PROGRESS_S:
+            self._reported = stage, now
+            self._send_to_all(Progress(stage, fraction))
 
     def _check_early(self) -> None:
         if self.must_leave or self.is_draining:

@@ -10,6 +10,11 @@ import os
 import threading
 from importlib.util import find_spec
 
+# ctypes.CDLL(path) holds the GIL. The search for this function would do so, too, and wait, if
+# another thread loaded a library.
+_dlopen = ctypes.CDLL(None).dlopen
+_dlopen.argtypes, _dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+
 
 def begin_loading() -> None:
     """Does what load_libraries does, in a thread. Until that is done, the import of any module that
@@ -22,11 +27,10 @@ def load_libraries() -> None:
     """Loads torch's libraries without the GIL. The import would hold it for 0.3 s, while another
     thread imports the core and handles the configuration.
 
-    If another thread is loading them, this waits for it.
+    If another thread is loading them, this waits for it. Functions are found when they are called,
+    since most never are.
     """
     spec = find_spec("torch")
     path = os.path.join(os.path.dirname((spec and spec.origin) or ""), "lib", "libtorch_python.so")
     if os.path.isfile(path):
-        load = ctypes.CDLL(None).dlopen  # ctypes.CDLL(path) holds the GIL
-        load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-        load(os.fsencode(path), os.RTLD_NOW)
+        _dlopen(os.fsencode(path), os.RTLD_LAZY)

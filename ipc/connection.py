@@ -26,7 +26,7 @@ from .listener import (
 )
 from .machine import descriptor_limit, num_free_descriptors, num_open_descriptors
 from .messages import ClientMessage, EngineMessage, Shutdown
-from .process import EngineProcess
+from .process import EarlyEngineProcess, EngineProcess
 from .sockets import (
     ENGINE_IDENTITY,
     RejectedPeers,
@@ -68,7 +68,7 @@ class Connection:
         self._rejected_lock = threading.Lock()
         self.codec = make_codec(EngineMessage, max_message_bytes)
         self.num_bad_frames = 0  # from the engine, dropped
-        self.process: EngineProcess | None = None  # a child
+        self.process: EngineProcess | EarlyEngineProcess | None = None  # a child
         self._daemon: socket.socket | None = None  # open while it lives and serves
         # readable when the engine is gone: of a child a pidfd, of a daemon the connection
         self.pidfd = -1
@@ -76,9 +76,20 @@ class Connection:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.is_closed = False
 
-    def spawn(self, command: Sequence[str], max_message_bytes: int) -> None:
+    def spawn(
+        self,
+        command: Sequence[str],
+        max_message_bytes: int,
+        early: EarlyEngineProcess | None = None,
+    ) -> None:
+        """Starts the engine. early: it runs already, and this connection owns it from now on."""
         self._bind(os.geteuid())
-        self.process = EngineProcess(command, self.wire.name, self.wire.key, max_message_bytes)
+        wire = self.wire
+        if early is None:
+            self.process = EngineProcess(command, wire.name, wire.key, max_message_bytes)
+        else:
+            self.process = early
+            early.connect(wire.name, wire.key, max_message_bytes)
         self.pidfd, self.engine_pid = self.process.pidfd, self.process.pid
 
     def attach(self, address: str, token_file: str | None = None) -> None:

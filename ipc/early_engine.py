@@ -16,6 +16,7 @@ from typing import Any
 from . import platform_tuning
 from .config import ServiceConfig
 from .connection import Connection
+from .early_process import end_early_process, take_early_process
 from .process import engine_command
 
 _waiting: Connection | None = None
@@ -23,7 +24,8 @@ _waiting: Connection | None = None
 
 @contextmanager
 def early_engine(engine: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Starts the process; the first `open_connection` inside takes it, and the end of the context
+    """Starts the process, unless it runs already (ipc/early_process.py); the first
+    `open_connection` inside takes it, and the end of the context
     ends a process that was not taken.
 
     engine: see `open_connection`. arguments: the engine's, by name, those that were given. Does
@@ -33,12 +35,14 @@ def early_engine(engine: str, arguments: Mapping[str, Any]) -> Iterator[None]:
     is_on_cpu = arguments.get("device", "auto") in ("auto", "cpu")
     is_own = engine == "process" and platform_tuning.is_enabled()
     if not is_own or not is_on_cpu or arguments.get("logits_processors"):
+        end_early_process()
         yield
         return
     max_message_bytes = arguments.get("max_message_bytes", ServiceConfig().max_message_bytes)
     _waiting = Connection(max_message_bytes)
     try:
-        _waiting.spawn(engine_command(imports_for="cpu"), max_message_bytes)
+        command = engine_command(imports_for="cpu")
+        _waiting.spawn(command, max_message_bytes, take_early_process())
         yield
     finally:
         if (connection := take_early_engine()) is not None:

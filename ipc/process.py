@@ -16,14 +16,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import msgspec
-
-from .config import EngineConfig
 from .log_format import current_format, current_model
 from .operating_system import SYSTEM
 
+if TYPE_CHECKING:
+    from .config import EngineConfig
+
+LENGTH_BYTES = 4  # of what EarlyEngineProcess writes before its arguments
 TAIL_BYTES = 4096  # of stderr, kept for the EngineDeadError
 TAIL_LINES = 12
 TERMINATE_TIMEOUT_S = 1.0
@@ -75,6 +76,8 @@ def exec_daemon(address: str, config: EngineConfig, *, replaces: bool = False) -
     `config` is resolved. `replaces`: a daemon that listens there, when the model is loaded. Exit
     code 0: asked to leave; 1: it failed, with a traceback on stderr; 2: the address cannot be used.
     """
+    import msgspec  # an engine that starts early does not wait for it
+
     command = engine_command(listen=address, replaces=replaces)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -290,8 +293,49 @@ class EngineProcess(ChildProcess):
 
         wire_name, key: of the sockets that it connects to (ipc/sockets.py).
         """
-        arguments = ["--connect", wire_name, "--max-message-bytes", str(max_message_bytes)]
+        arguments = _connection_arguments(wire_name, max_message_bytes)
         super().__init__([*command, *arguments], key, name="the engine process")
+
+
+class EarlyEngineProcess(ChildProcess):
+    """A child engine that starts before there are sockets (core/early_start.py). It imports what it
+    can until it is told which ones to connect to.
+    """
+
+    def __init__(self) -> None:
+        stdin, self._arguments_fd = os.pipe()
+        try:
+            command = engine_command(imports_for="cpu")
+            super().__init__(command, b"", name="the engine process", stdin=stdin)
+        except BaseException:
+            os.close(self._arguments_fd)
+            raise
+        finally:
+            os.close(stdin)
+
+    def connect(self, wire_name: str, key: bytes, max_message_bytes: int) -> None:
+        """See EngineProcess. Called once. Does nothing if the process is dead."""
+        arguments = [*_connection_arguments(wire_name, max_message_bytes), *_log_arguments()]
+        data = "\0".join(arguments).encode()
+        # Not the pipe of other children's keys: what comes there late would end this one, too (see
+        # kill_at_end_of_file).
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._arguments_fd, len(data).to_bytes(LENGTH_BYTES) + data + key)
+        self._close_arguments()
+
+    def close(self, timeout_s: float) -> None:
+        if os.getpid() == self._owner_pid:
+            self._close_arguments()
+        super().close(timeout_s)
+
+    def _close_arguments(self) -> None:
+        if self._arguments_fd >= 0:
+            os.close(self._arguments_fd)
+            self._arguments_fd = -1
+
+
+def _connection_arguments(wire_name: str, max_message_bytes: int) -> list[str]:
+    return ["--connect", wire_name, "--max-message-bytes", str(max_message_bytes)]
 
 
 def kill_at_end_of_file(read_fd: int, pid: int) -> None:

@@ -241,6 +241,11 @@ def test_a_plain_start_imports_no_other_family() -> None:
     ("modules", "later"),
     [
         # until an engine's process starts
+        (
+            "quire.__main__, quire.ipc.early_process",
+            {"asyncio", "psutil", "numpy", "msgspec", "zmq", "quire.ipc.config"},
+        ),
+        # until it gets its sockets
         ("quire.frontend.cli.generate, quire.ipc.early_engine", {"asyncio", "psutil", "numpy"}),
         # until that process begins to load torch's libraries
         (

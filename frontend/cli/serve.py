@@ -62,6 +62,7 @@ def main(argv: list[str]) -> int:
 
 def run(args: argparse.Namespace) -> int:
     from ...ipc.early_engine import early_engine
+    from ...ipc.early_process import end_early_process
     from ..server.config import ServerConfig
 
     config = ServerConfig(**given(args, server_flags()))
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidParameterError("api_server_count", "must be 1 with several models")
         from ..server.serving import serve
 
+        end_early_process()
         with naming_sources(args.settings):
             return serve(config, served_models(args, arguments), ENGINE.default, arguments)
     engine = getattr(args, "engine", ENGINE.default)
@@ -82,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         from ..engine_args import EngineArgs
         from ..server.serving import serve_several
 
+        end_early_process()
         engine_args = EngineArgs(**arguments)
         with naming_sources(args.settings), plan_beneath(engine_args, arguments):
             return serve_several(config, engine_args, engine, given(args, server_flags()))

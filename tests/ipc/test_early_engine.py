@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import psutil
 import pytest
 from quire.frontend.clients.mp_client import MPClient
 from quire.frontend.engine_args import EngineArgs
+from quire.ipc import early_process
 from quire.ipc.early_engine import early_engine, take_early_engine
 from quire.tests.fake_engine import open_blocking, wait_until
 
@@ -53,3 +56,57 @@ def test_other_engines_do_not_start_early(engine, arguments):
     before = children()
     with early_engine(engine, arguments):
         assert children() == before and take_early_engine() is None
+
+
+def test_a_process_that_started_before_the_command_line_was_read_is_taken():
+    before, files = children(), len(os.listdir("/proc/self/fd"))
+    early_process.begin_early_process(["--model", "x"])
+    (process,) = [child for child in children() if child not in before]
+    with early_engine("process", {}):
+        assert [child for child in children() if child not in before] == [process]
+        client = open_blocking(MPClient.start(EngineArgs().create_engine_config()))
+        assert [child for child in children() if child not in before] == [process]
+    assert client.call_utility("scheduler_state")["running"] == []
+    client.shutdown()
+    assert children() == before
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["--device=cuda"], ["--engine", "inproc"], ["--logits_processors", "x:y"]]
+)
+def test_no_process_starts_before_a_command_line_with_these(argv):
+    early_process.begin_early_process(argv)
+    assert early_process.take_early_process() is None
+
+
+@pytest.mark.parametrize("arguments", [{"device": "cuda"}, {"logits_processors": ["x:y"]}])
+def test_a_process_that_the_settings_do_not_allow_ends(arguments):
+    before, files = children(), len(os.listdir("/proc/self/fd"))
+    early_process.begin_early_process([])
+    assert len(children()) == len(before) + 1
+    with early_engine("process", arguments):
+        assert children() == before and take_early_engine() is None
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+ALONE = """
+import os, signal
+from quire.ipc.early_process import begin_early_process
+begin_early_process([])
+from quire.ipc import early_process
+print(early_process._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_without_sockets_ends_with_its_parent():
+    done = subprocess.run([sys.executable, "-c", ALONE], stdout=subprocess.PIPE, check=False)
+    pid = int(done.stdout)
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+
+
+def test_a_command_that_fails_early_ends_the_process():
+    command = [sys.executable, "-m", "quire", "generate", "--nonsense"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "--nonsense" in done.stderr

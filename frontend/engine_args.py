@@ -428,8 +428,8 @@ def _resolve_lora(wanted: Any, model_config: Any) -> Any:
 
 
 def _resolve_overlap(wanted: Any, device_config: Any) -> Any:
-    """Overlaps steps by default where they are launched without waiting: on one GPU, and not with
-    drafts, which depend on the tokens before them.
+    """Overlaps steps by default where they are launched without waiting for the last one's tokens:
+    on one GPU, and not with drafts, with which the next step is only scheduled meanwhile.
     """
     if wanted.async_scheduling is not None:
         return wanted

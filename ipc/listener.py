@@ -26,7 +26,7 @@ import msgspec
 
 from .errors import EngineStartError, InvalidParameterError, QuireError
 from .messages import PROTOCOL, Attach, Served, TurnedAway
-from .operating_system import SYSTEM, Credentials
+from .operating_system import SYSTEM, Credentials, is_bound
 from .socket_files import directory_lock
 from .sockets import Wire, ipc_path
 
@@ -196,8 +196,10 @@ def listener_pid(path: Path) -> int | None:
             probe.setblocking(False)
             try:
                 probe.connect(str(path))
-            except (FileNotFoundError, ConnectionRefusedError):
+            except FileNotFoundError:
                 return None
+            except ConnectionRefusedError:
+                return 0 if is_bound(path) else None
             except OSError:
                 continue
             return credentials_of(probe).pid

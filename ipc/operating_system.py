@@ -300,10 +300,8 @@ class Darwin:
                 is_new = time.time() - status.st_mtime < _UNUSED_AFTER_S
                 if status.st_uid != os.geteuid() or is_new or not path.is_socket():
                     continue
-                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                    probe.setblocking(False)
-                    if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
-                        path.unlink()
+                if not is_bound(path):
+                    path.unlink()
 
     def anonymous_file(self, name: str) -> int:
         import tempfile
@@ -375,6 +373,16 @@ class Darwin:
     def _number(self, name: str) -> int | None:
         value = self._sysctl(name)
         return None if value is None else int.from_bytes(value, sys.byteorder)
+
+
+def is_bound(path: Path) -> bool:
+    """Whether a process has the socket of this file.
+
+    It asks by a socket of another kind, which is refused in another way. A listener does not see
+    the question, and one whose queue of connections is full does not seem to be gone, as on macOS.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 def _sysctl(name: str) -> bytes | None:

@@ -161,21 +161,32 @@ def bind(server: zmq.Socket, address: str, peer_uid: int) -> None:
     """Binds a client's end. Connections of other users than `peer_uid` are closed at once, so that
     they cannot use up descriptors; where the address has a file, it does not admit them.
     """
-    file = Path(address.removeprefix("ipc://"))
-    try:
-        server.setsockopt(zmq.IPC_FILTER_UID, peer_uid)
-    except zmq.ZMQError:  # as builds for macOS may do
-        if not file.is_absolute():
-            raise
+    _admit(server, address, peer_uid)
     server.bind(address)
-    if file.is_absolute():
+    if (file := _file_of(address)) is not None:
         file.chmod(0o600 if peer_uid == os.geteuid() else 0o666)
+
+
+def _admit(server: zmq.Socket, address: str, uid: int) -> None:
+    """Admits the processes of this user alone. Where ZMQ cannot, as builds for macOS may be, the
+    permissions of the address's file do, if it has one.
+    """
+    try:
+        server.setsockopt(zmq.IPC_FILTER_UID, uid)
+    except zmq.ZMQError:
+        if _file_of(address) is None:
+            raise
+
+
+def _file_of(address: str) -> Path | None:
+    file = Path(address.removeprefix("ipc://"))
+    return file if file.is_absolute() else None
 
 
 def remove_files(wire: Wire) -> None:
     """Removes the files of a client's sockets, if they have any: ZMQ leaves them."""
     for address in (wire.input_address, wire.output_address):
-        if (file := Path(address.removeprefix("ipc://"))).is_absolute():
+        if (file := _file_of(address)) is not None:
             file.unlink(missing_ok=True)
 
 
@@ -301,13 +312,16 @@ def bind_to_engines(context: zmq.Context, address: str, token: bytes | None) -> 
     """
     if token is None:
         made = _make_socket(context, zmq.ROUTER, MOST_QUESTION_BYTES)
-        made.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
     else:
         made = _make_server(context, zmq.ROUTER, _keys_of(token)[1], MOST_QUESTION_BYTES)
     try:
+        if token is None:
+            _admit(made, address, os.geteuid())
         _for_network(made, address)
         made.sndhwm = made.rcvhwm = MOST_WAITING  # whatever a peer reads
         made.bind(address)
+        if token is None and (file := _file_of(address)) is not None:
+            file.chmod(0o600)
     except zmq.ZMQError:
         made.close()
         raise

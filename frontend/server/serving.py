@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import gc
 import logging
@@ -28,6 +27,7 @@ from ...ipc.config import EngineConfig, config_fields
 from ...ipc.errors import EngineStartError, InvalidParameterError, QuireError
 from ...ipc.log_format import announce, configure_logging, log_level_of
 from ...ipc.machine import most_descriptors
+from ...ipc.operating_system import is_bound
 from ...ipc.process import INTERRUPTS_IGNORED, ignores_interrupts
 from ...ipc.socket_files import SocketFile, directory_lock
 from ..async_llm import AsyncLLM
@@ -227,7 +227,7 @@ def with_port(config: ServerConfig, listener: socket.socket) -> ServerConfig:
 def bind_socket_file(path: Path) -> socket.socket:
     """Listens before it lets go of the lock, so that another process sees it."""
     with directory_lock(path.absolute().parent):
-        if path.is_socket() and not is_listening(str(path)):
+        if path.is_socket() and not is_bound(path):
             path.unlink()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -237,12 +237,6 @@ def bind_socket_file(path: Path) -> socket.socket:
             listener.close()
             raise
     return listener
-
-
-def is_listening(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.setblocking(False)  # a listener whose queue is full would not answer
-        return client.connect_ex(path) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 def allowed_connections(config: ServerConfig) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.machine import most_descriptors
-from quire.ipc.operating_system import SYSTEM, Credentials, Darwin, Linux, choose
+from quire.ipc.operating_system import SYSTEM, Credentials, Darwin, Linux, choose, is_bound
 from quire.ipc.process import WakePipe, readable
 from quire.tests.syntax import nodes_of
 from quire.tests.test_house import PACKAGE, name_of
@@ -144,7 +144,23 @@ def test_files_of_sockets_are_removed_when_their_process_was_killed(tmp_path: Pa
         os.utime(path, (0, 0))
     system.remove_unused_sockets("q-*")
     assert {path.name for path in tmp_path.iterdir()} == {"q-2", "q-3", "q-4"}
+    sockets[1].setblocking(False)
+    with pytest.raises(BlockingIOError):  # the question was no connection
+        sockets[1].accept()
     sockets[1].close()
+
+
+def test_a_socket_has_a_process_until_that_ends(tmp_path: Path) -> None:
+    path = tmp_path / "q"
+    assert not is_bound(path)
+    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+        with socket.socket(socket.AF_UNIX, kind) as one:
+            one.bind(str(path))
+            assert is_bound(path)
+            one.listen()
+            assert is_bound(path)
+        assert not is_bound(path)
+        path.unlink()
 
 
 @pytest.mark.parametrize("system", [Linux(), Darwin()])

@@ -1,6 +1,7 @@
 """Addresses, and sockets that only the holder of their key can use."""
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -15,6 +16,8 @@ from quire.ipc.sockets import (
     MAX_PATH_BYTES,
     RejectedPeers,
     Wire,
+    bind,
+    bind_to_engines,
     connect_dealer,
     connect_push,
     ipc_path,
@@ -243,3 +246,32 @@ def test_an_end_for_another_user(context):
         push.send(b"from root, or from whoever runs the tests")
         assert not ends.pull.poll(200)
     ends.close()
+
+
+class WithoutFilter(zmq.Socket):
+    """As ZMQ may be built for macOS."""
+
+    def setsockopt(self, option, value):
+        if option == zmq.IPC_FILTER_UID:
+            raise zmq.ZMQError(errno.EINVAL)
+        super().setsockopt(option, value)
+
+
+class ContextWithoutFilter(zmq.Context):
+    _socket_class = WithoutFilter
+
+
+@pytest.mark.parametrize("listen", ["client", "engine"])
+def test_where_zmq_cannot_tell_users_apart_the_file_does(tmp_path, listen):
+    context = ContextWithoutFilter()
+    address = f"ipc://{tmp_path}/kv"
+    if listen == "engine":
+        made = bind_to_engines(context, address, None)
+    else:
+        made = context.socket(zmq.PULL)
+        bind(made, address, os.geteuid())
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o600
+    made.close()
+    with pytest.raises(zmq.ZMQError):  # nothing else protects it
+        bind_to_engines(context, "ipc://@quire-test", None)
+    context.term()

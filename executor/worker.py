@@ -71,6 +71,7 @@ from .runner.speculation.drafters import LookupDrafter
 from .runner.speculation.pass_costs import (
     PassTimes,
     cpu_clock,
+    cpu_step_clock,
     gpu_clock,
     max_num_logits,
     measure_passes,
@@ -582,7 +583,12 @@ class Worker:
     ) -> None:
         """Takes what passes cost (PassTimes), from which an engine that drafts chooses how far."""
         times = PassTimes(model, draft, verify)
-        self._depth = make_depth(self.config.scheduler_config, self.state.batch, times)
+        clock = None  # ranks with times of their own would draft differently
+        if self.group.num_ranks == 1:
+            clock = cpu_step_clock if self.device.type == "cpu" else gpu_clock
+        self._depth = make_depth(
+            self.config.scheduler_config, self.state.batch, times, clock, self._lookup
+        )
         self._assemble()
 
     def run_draft_pass(self, num_tokens: int) -> None:

@@ -8,6 +8,9 @@ Both engines are in this process. A round asks both for each kind of text, in ch
 their prompts are in the prefix cache; the answers must be equal. The result is the median of the
 rounds' ratios, seconds without over seconds with speculation. With one thread CPU time is measured,
 which other programs disturb less.
+
+With --temperature 0 every round has the same answers, which suffix decoding remembers from the
+first; with another temperature each round has a seed of its own.
 """
 
 from __future__ import annotations
@@ -113,15 +116,15 @@ def main() -> None:
     ]
     print("| text | ratio | least, most | tokens per draft | accepted |\n|---|---|---|---|---|")
     for name, prompts in texts.items():
-        params = SamplingParams(
-            temperature=args.temperature,
-            seed=5,
-            max_tokens=NUM_TOKENS if len(prompts) == 1 else 40,
-            ignore_eos="JSON" not in name,
-            structured_outputs=StructuredOutputsParams(json=SCHEMA) if "JSON" in name else None,
-        )
         before, ratios = drafting.get_metrics(), []
         for number in range(args.rounds):
+            params = SamplingParams(
+                temperature=args.temperature,
+                seed=number,
+                max_tokens=NUM_TOKENS if len(prompts) == 1 else 40,
+                ignore_eos="JSON" not in name,
+                structured_outputs=StructuredOutputsParams(json=SCHEMA) if "JSON" in name else None,
+            )
             pair = [plain, drafting][:: 1 - 2 * (number % 2)]
             found = {id(llm): seconds(llm, prompts, params, clock) for llm in pair}
             (without, expected), (with_, answers) = found[id(plain)], found[id(drafting)]

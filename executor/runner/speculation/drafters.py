@@ -75,3 +75,37 @@ class LookupDrafter:
                 room -= len(found)
             drafts.append(found)
         return drafts
+
+
+class UntriedDrafts:
+    """Drafts that no pass verifies. Whether they would have been accepted shows once later passes
+    have given the tokens.
+    """
+
+    def __init__(self, drafter: Drafter, batch: InputBatch):
+        self._drafter, self._batch = drafter, batch
+        # by slot: the entry it is of, how many of its tokens it follows, and the draft
+        self._drafts: dict[int, tuple[int, int, np.ndarray]] = {}
+
+    def find(self, slots: Sequence[int], most: int) -> None:
+        """Finds at most `most` tokens that may follow those of each of the slots."""
+        batch = self._batch
+        drafts = self._drafter.draft(slots, [most] * len(slots), most * len(slots))
+        for slot, draft in zip(slots, drafts):
+            if len(draft):
+                self._drafts[slot] = int(batch.entries[slot]), int(batch.num_tokens[slot]), draft
+
+    def take(self, slots: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        """What would have become of the drafts that these slots had, which are dropped: the slots
+        that had one, and for each how many of its tokens can be told and were accepted.
+        """
+        batch, of_slot, known, accepted = self._batch, list[int](), list[int](), list[int]()
+        for slot in slots:
+            entry, start, draft = self._drafts.pop(slot, (-1, 0, NOTHING))
+            draft = draft[: int(batch.num_tokens[slot]) - start]
+            if entry == batch.entries[slot] and len(draft):
+                differs = np.flatnonzero(draft != batch.token_ids[slot, start : start + len(draft)])
+                of_slot.append(slot)
+                known.append(len(draft))
+                accepted.append(int(differs[0]) if len(differs) else len(draft))
+        return of_slot, known, accepted

@@ -102,6 +102,8 @@ def cpu_clock(num_threads: int) -> Callable[[], float]:
 
 
 gpu_clock = time.perf_counter  # of passes that are waited for
+# Of a pass on a CPU with the host's work for it, by the thread that has a share of both.
+cpu_step_clock = time.thread_time
 
 
 def measure_costs(

@@ -119,7 +119,10 @@ class SpeculativeStep:
         step, rows, num_sampled = scheduler_output, list(range(len(slots))), [0] * len(slots)
         num_left, results = scheduler_output.num_passes, []
         while True:
+            start = self._speculation.clock()
             count, result = self._take_passes(step, num_left)
+            seconds = self._speculation.clock() - start
+            self._speculation.learn_time(step, count, result.num_drafted, seconds)
             num_left -= count
             results.append((rows, result))
             for row, more in zip(rows, result.num_sampled):

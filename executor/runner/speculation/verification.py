@@ -13,7 +13,7 @@ steps, so that outputs are those of consecutive steps:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from ...sampling.sampler import NOT_FINITE, Sampler
 from ..merged_outputs import tokens_by_row
 from ..step_inputs import StepInputs
 from .draft_depth import DraftDepth
-from .drafters import Drafter, LookupDrafter
+from .drafters import Drafter, LookupDrafter, UntriedDrafts
 from .pass_costs import PassCosts, PassTimes, max_num_logits
 from .proposers import FirstOf, NgramProposer, Proposer
 from .suffix_proposer import SuffixProposer
@@ -63,13 +63,20 @@ def make_lookup(scheduler_config: SchedulerConfig, batch: InputBatch) -> LookupD
 
 
 def make_depth(
-    scheduler_config: SchedulerConfig, batch: InputBatch, times: PassTimes
+    scheduler_config: SchedulerConfig,
+    batch: InputBatch,
+    times: PassTimes,
+    clock: Callable[[], float] | None,
+    lookup: LookupDrafter | None,
 ) -> DraftDepth:
-    """How many drafts are worth their cost."""
+    """How many drafts are worth their cost. clock: see DraftDepth. lookup: what drafts without a
+    model.
+    """
     most = resolved(scheduler_config.speculative_config).num_speculative_tokens
     drafting = None if times.draft is None else PassCosts(times.draft)
     verifying = None if times.verify is None else PassCosts(times.verify)
-    return DraftDepth(most, batch, PassCosts(times.model), drafting, verifying)
+    untried = None if lookup is None else UntriedDrafts(lookup, batch)
+    return DraftDepth(most, batch, PassCosts(times.model), drafting, verifying, clock, untried)
 
 
 def make_proposer(wanted: SpeculativeConfig) -> Proposer:
@@ -148,6 +155,20 @@ class Speculation:
             return drafts, 1  # several passes in one call would be missed
         self._num_misses = 0 if any(map(len, drafts)) else min(self._num_misses + 1, 8)
         return drafts, 1 << self._num_misses if self._are_wanted else scheduler_output.num_passes
+
+    def clock(self) -> float:
+        """Seconds of passes and of the host's work for them, where these are learned."""
+        clock = None if self.depth is None else self.depth.clock
+        return 0.0 if clock is None else clock()
+
+    def learn_time(
+        self, step: SchedulerOutput, num_passes: int, num_drafted: list[int], seconds: float
+    ) -> None:
+        """Takes how long passes took, with `num_drafted` drafts of each row that had some."""
+        num_rows = len(step.slots)
+        only_decodes = step.total_num_scheduled_tokens == num_rows
+        if self.depth is not None and only_decodes:
+            self.depth.learn_time(num_rows, num_passes, num_drafted, seconds)
 
     def is_worth(self, num_rows: int) -> bool:
         """Whether drafts can gain anything in a step of so many rows."""

@@ -8,14 +8,17 @@ from types import SimpleNamespace
 
 import numpy as np
 from quire.executor.runner.speculation.draft_depth import (
+    CHOICES_SHARE,
     MOST_PASSES_WITHOUT,
     DraftDepth,
 )
+from quire.executor.runner.speculation.drafters import UntriedDrafts
 from quire.executor.runner.speculation.pass_costs import PassCosts, cpu_clock, measure_costs
 from quire.ipc.step_messages import SchedulerOutput
 
 FLAT = {1: 1.0, 8: 1.2, 64: 5.0}  # seconds of a pass by its tokens
 STEEP = {1: 1.0, 8: 8.0, 64: 64.0}
+STEEP_MS = {1: 1e-3, 8: 7e-3}
 
 
 def step(num_rows: int, lookahead: int = 7) -> SchedulerOutput:
@@ -64,11 +67,116 @@ def test_a_refused_request_is_tried_again_and_a_new_one_starts_afresh():
     assert depth.choose(step(1))[0]  # from now on it knows the request
     for _ in range(60):
         depth.learn([0], [7], [0])
-    chosen = [depth.choose(step(1))[0] for _ in range(2 * MOST_PASSES_WITHOUT)]
+    chosen = []
+    for _ in range(2 * MOST_PASSES_WITHOUT):
+        chosen.append(depth.choose(step(1))[0])
+        depth.learn_time(1, 1, [], 1.0)
     assert sorted(set(chosen)) == [0, 1] and chosen.count(1) <= 2
     depth._batch.entries[0] += 1
     depth._batch.num_added += 1
     assert depth.choose(step(1)) == make_depth({1: 1.0, 2: 1.5, 8: 4.0}).choose(step(1))
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_the_host_takes_is_learned_and_forgotten():
+    batch = SimpleNamespace(num_tokens=np.zeros(64), entries=np.ones(64, np.int64), num_added=1)
+    depth = DraftDepth(7, batch, PassCosts({1: 1e-3, 8: 1.2e-3}), clock=Clock())
+    assert depth.choose(step(1))[0] and depth.can_gain(1)
+    for _ in range(40):
+        depth.learn_time(1, 1, [7], 1.2e-3 + 9e-3)  # nine milliseconds beside the model
+    assert depth.choose(step(1)) == [0] and not depth.can_gain(1)
+    assert depth.can_gain(4)  # of other numbers of rows nothing is known
+    for _ in range(40):
+        depth.learn_time(1, 8, [], 8 * (1e-3 + 9e-3))  # passes without drafts have it, too
+    assert depth.can_gain(1)
+    for _ in range(40):
+        depth.learn_time(1, 8, [], 8 * 1e-3)
+    tries = next(n for n in range(10_000) if any(depth.choose(step(1))))
+    assert tries > 100  # it costs something to find out
+
+
+def test_choices_of_no_drafts_take_a_small_share_of_the_time():
+    clock = Clock()
+
+    class Found:
+        """Takes a millisecond for drafts that are never right."""
+
+        sees_every_pass = uses_blocks = False
+        num_calls = 0
+
+        def draft(self, slots, counts, room):
+            self.num_calls += 1
+            clock.now += 1e-3
+            return [np.full(count, -1) for count in counts]
+
+    found = Found()
+    batch = SimpleNamespace(
+        num_tokens=np.full(64, 9),
+        token_ids=np.zeros((64, 9000), np.int32),
+        entries=np.ones(64, np.int64),
+        num_added=1,
+    )
+    untried = UntriedDrafts(found, batch)
+    depth = DraftDepth(7, batch, PassCosts(STEEP_MS), clock=clock, untried=untried)
+    depth.learn([0], [7], [0])
+    for _ in range(1000):
+        depth.choose(step(1))
+        batch.num_tokens[0] += 8
+        depth.learn_time(1, 8, [], 8e-3)
+    assert 8 * CHOICES_SHARE * 0.8 <= found.num_calls / 1000 <= 8 * CHOICES_SHARE * 1.2
+
+
+def test_drafts_that_no_pass_verifies_tell_what_would_be_accepted():
+    batch = SimpleNamespace(
+        num_tokens=np.array([4]),
+        token_ids=np.arange(100)[None],
+        entries=np.ones(1, np.int64),
+        num_added=1,
+    )
+    drafter = SimpleNamespace(draft=lambda slots, counts, room: [np.arange(4, 4 + counts[0])])
+    untried = UntriedDrafts(drafter, batch)
+    untried.find([0], 3)
+    assert untried.take([0]) == ([], [], [])  # nothing has followed
+    untried.find([0], 3)
+    batch.num_tokens[0] = 6
+    assert untried.take([0]) == ([0], [2], [2])
+    assert untried.take([0]) == ([], [], [])
+    batch.num_tokens[0] = 4
+    untried.find([0], 5)
+    batch.token_ids[0, 6], batch.num_tokens[0] = 7, 20
+    assert untried.take([0]) == ([0], [5], [2])
+    untried.find([0], 3)
+    batch.entries[0], batch.num_tokens[0] = 2, 30  # another request
+    assert untried.take([0]) == ([], [], [])
+
+
+def test_a_text_that_repeats_itself_is_drafted_although_it_began_without_drafts():
+    """Where a pass with drafts costs so much that only sure ones are worth it."""
+    batch = SimpleNamespace(
+        num_tokens=np.array([4]),
+        token_ids=np.arange(1000)[None],
+        entries=np.ones(1, np.int64),
+        num_added=1,
+    )
+
+    def draft(slots, counts, room):
+        first = batch.num_tokens[0]
+        return [np.arange(first, first + count) for count in counts]
+
+    untried = UntriedDrafts(SimpleNamespace(draft=draft), batch)
+    depth = DraftDepth(7, batch, PassCosts({1: 1.0, 8: 6.0}), clock=Clock(), untried=untried)
+    assert depth.choose(step(1)) == [0]
+    batch.num_tokens[0] += 8
+    assert depth.choose(step(1))[0] > 0
 
 
 def test_costs_are_measured_in_turns_and_a_slow_pass_ends_them():

@@ -42,11 +42,12 @@ def import_executor(
     config: EngineConfig, report: Report, *, is_alone: bool, imported: Future[Any] | None
 ) -> Executor:
     """Makes the executor of a configuration. See EngineCore for the arguments."""
+    from ..executor.torch_libraries import load_libraries
     from ..executor.weights import early_memory
     from ..ipc.models.ranks import num_ranks
 
     report("import", 0.0)
-    early_memory.begin(config, imports_torch=imported is not None)
+    early_memory.begin(config, wait_for_import=None if imported is None else load_libraries)
     if imported is not None:
         imported.result()
     if is_alone and num_ranks(config) == 1:  # ranks import torch in their own processes

@@ -16,6 +16,7 @@ import os
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from ...ipc import platform_tuning
@@ -30,22 +31,28 @@ from .packed_cache import PackedCache, weight_files
 
 HUGE_PAGE_BYTES = 2 * 2**20
 MAX_HEADER_BYTES = 100 * 10**6  # the format's own limit
-_STEP_BYTES = 32 * 2**20
+# While the system fills a step, no other thread can map or unmap memory.
+_STEP_BYTES = 8 * 2**20
 _SAMPLES = 64
 
 _reserved: mmap.mmap | None = None
 
 
-def begin(config: EngineConfig, *, imports_torch: bool = False) -> list[threading.Thread]:
+def begin(
+    config: EngineConfig, *, wait_for_import: Callable[[], object] | None = None
+) -> list[threading.Thread]:
     """Starts to read and to allocate. Call it before torch is imported; later it has no effect.
-    `imports_torch`: whether another thread has begun to import torch.
+    `wait_for_import`: given if another thread has begun to import torch; returns when torch's
+    libraries are loaded. Otherwise they would be mapped only between two steps of allocating.
 
     It never fails: without it, loading only takes longer.
     """
     global _reserved
     if not platform_tuning.is_enabled():
         return []
-    if ("torch" in sys.modules and not imports_torch) or config.load_config.load_format == "dummy":
+    if "torch" in sys.modules and wait_for_import is None:
+        return []
+    if config.load_config.load_format == "dummy":
         return []
     if num_ranks(config) > 1:  # this process loads nothing
         return []
@@ -66,7 +73,7 @@ def begin(config: EngineConfig, *, imports_torch: bool = False) -> list[threadin
         )
         platform_tuning.use_huge_pages(_reserved)
     if _reserved is not None:
-        threads = [threading.Thread(target=_populate, args=(_reserved, num_early))]
+        threads = [threading.Thread(target=_populate, args=(_reserved, num_early, wait_for_import))]
     else:
         threads = []
     if num_stored <= free_bytes:  # otherwise the first pages would be dropped before they are used
@@ -167,8 +174,12 @@ def _is_cached(file: int, size: int) -> bool:
     return all(SYSTEM.is_in_memory(file, i * size // _SAMPLES) for i in range(_SAMPLES))
 
 
-def _populate(memory: mmap.mmap, num_bytes: int) -> None:
+def _populate(
+    memory: mmap.mmap, num_bytes: int, wait_for_import: Callable[[], object] | None = None
+) -> None:
     """Touches the pages in steps, releasing the GIL in each. Runs in a thread."""
+    if wait_for_import is not None:
+        wait_for_import()
     whole = ctypes.c_char.from_buffer(memory)
     start = ctypes.addressof(whole) + -ctypes.addressof(whole) % HUGE_PAGE_BYTES
     for offset in range(0, num_bytes, _STEP_BYTES):

@@ -8,6 +8,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -43,6 +44,7 @@ def test_the_matrices_of_a_model_and_their_packed_sizes(tiny):
 
 BEGIN = """
 import sys
+import threading
 from quire.executor.weights import early_memory
 from quire.executor.weights.packed_cache import weight_files
 from quire.frontend.engine_args import EngineArgs
@@ -134,8 +136,11 @@ def test_nothing_is_allocated_if_torch_is_already_imported(tiny):
         str(tiny("qwen2")), hf_overrides={"tie_word_embeddings": True}
     ).create_engine_config()
     assert early_memory.begin(config) == [] and early_memory.take() is None
-    for thread in early_memory.begin(config, imports_torch=True):  # another thread has only begun
+    has_waited = threading.Event()
+    # another thread has only begun
+    for thread in early_memory.begin(config, wait_for_import=has_waited.set):
         thread.join()
+    assert has_waited.is_set()
     assert early_memory.take() is not None
 
 

@@ -104,9 +104,9 @@ def test_a_state_is_kept_and_copied_after_the_tokens_that_a_step_names(form, dty
     request = Request(form, dtype, implementation.function, 9)
     expected, end = request.run([])
     states = []
+    request.operands.state.fill_(FILL)
     for count in range(1, 10):
-        request.operands.state.fill_(FILL)
-        request.step(0, count)
+        request.step(count - 1, count)
         states.append(request.state())
     assert torch.equal(states[-1], end)
     for last in [6] if INTERPRETED else range(4, 9):

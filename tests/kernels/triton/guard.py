@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import triton.language as tl
@@ -337,6 +339,24 @@ def _once(original):
     return patch
 
 
+def _numpy_type(original):
+    """The interpreter makes a table of all types at each call."""
+    of_scalar = cache(original)
+
+    def numpy_type(kind):
+        element = kind.element_ty if kind.is_block() else kind
+        return np.dtype(np.uint64) if element.is_ptr() else of_scalar(element)
+
+    return numpy_type
+
+
+def _without_overflow(options):
+    """The interpreter computes each sum and product of integers once more in int64, for an
+    assertion that it makes in its debug mode only.
+    """
+    return replace(options, sanitize_overflow=False)
+
+
 PATCHES = (
     (Builder, "cast_impl", _cast),
     (Builder, "create_fp_to_fp", _cast),
@@ -353,6 +373,8 @@ PATCHES = (
     (interpreter.GridExecutor, "_init_args_hst", _start),
     (interpreter, "_patch_lang_tensor", _index),
     (interpreter, "_patch_lang", _once),
+    (interpreter, "_get_np_dtype", _numpy_type),
+    (interpreter.interpreter_builder, "options", _without_overflow),
 )
 for owner, name, patch in PATCHES:
     setattr(owner, name, patch(getattr(owner, name)))

@@ -39,6 +39,7 @@ _DEFERRED = {
         "torch.distributions",
         "torch.export",
         "torch.func",
+        "torch.hub",
         "torch.masked",
         "torch.nested",
         "torch.nn.intrinsic",
@@ -59,6 +60,7 @@ _DEFERRED = {
 _FUNCTIONS = {
     "torch._higher_order_ops": ("cond", "while_loop"),
     "torch.func": ("vmap",),
+    "torch.hub": ("tqdm",),
 }
 
 
@@ -145,6 +147,8 @@ class _Finder(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         def access(name: str) -> Any:
+            if name == "__path__":  # an import asks; a package has it before it runs
+                raise AttributeError(name)
             if self._is_importing and name in _FUNCTIONS.get(module.__name__, ()):
                 return lambda *args, **kwargs: getattr(module, name)(*args, **kwargs)
             self._run(module)

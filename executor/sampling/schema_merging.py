@@ -543,20 +543,32 @@ class _Merging:
         return self._counted(made)
 
     def _other_names(self, made: dict[str, Any]) -> Iterable[tuple[str, Parts]]:
-        """patternProperties as a schema has them, where they are for listed properties, too. Here
-        what is listed says all about a property.
+        """patternProperties without the names of listed properties that llguidance would merge with
+        them, which it cannot where references are circular. Here what is listed says all about a
+        property.
         """
         listed = made.get("properties", {})
         for pattern, parts in made.get("patternProperties", {}).items():
             names = [
                 name
                 for name, own in listed.items()
-                if not {*parts} <= {*own} and own != NEVER and _found(pattern, name)
+                if own != NEVER and parts != ANY and _found(pattern, name)
             ]
-            known = f"^(?:{'|'.join(map(escape, names))})$"
-            left = _common([pattern], [known]) if names else pattern
+            are_parts = all({*parts} <= {*listed[name]} for name in names)
+            left: str | None = pattern
+            named = (self._is_named(one) for one in (parts, *(listed[name] for name in names)))
+            if names and (not are_parts or any(named)):
+                try:
+                    left = _common([pattern], [f"^(?:{'|'.join(map(escape, names))})$"])
+                except UnsayableError:
+                    if not are_parts:
+                        raise
             if left is not None:
                 yield left, parts
+
+    def _is_named(self, parts: Parts) -> bool:
+        made = self.place(parts)
+        return isinstance(made, dict) and "$ref" in made
 
     def _counted(self, made: dict[str, Any]) -> list[dict[str, Any]]:
         """An object schema for each set of optional properties, where their number is limited:

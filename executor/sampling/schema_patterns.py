@@ -2,10 +2,10 @@
 
 A pattern is a regular expression that is searched for, as the keyword `pattern` of a JSON schema
 has it. It becomes an expression over the characters and two marks, of the text's start and of its
-end; that becomes a deterministic automaton by derivatives (Brzozowski, "Derivatives of Regular
-Expressions", 1964), and the automaton becomes a pattern by leaving out one state after the other,
-cheapest first (Delgado and Morais, "Approximation to the Smallest Regular Expression for a Given
-Regular Language", 2004).
+end. A text has any number of the latter, so that each $ finds one. The expression becomes a
+deterministic automaton by derivatives (Brzozowski, "Derivatives of Regular Expressions", 1964), and
+the automaton becomes a pattern by leaving out one state after the other, cheapest first (Delgado
+and Morais, "Approximation to the Smallest Regular Expression for a Given Regular Language", 2004).
 
 Must not know: schemas, llguidance's API, requests.
 """
@@ -190,6 +190,15 @@ class Expressions:
         known[node] = made
         return made
 
+    def after_end(self, node: Node) -> Node:
+        """What must follow after so many marks of the end that one more changes nothing."""
+        known: dict[Node, Node] = {}
+        for _ in range(MAX_COPIES):
+            before, node = node, self.after(node, END, known)
+            if node is before:
+                return node
+        raise PatternError(TOO_LARGE)
+
 
 def _union(*many: Ranges) -> Ranges:
     found: list[tuple[int, int]] = []
@@ -229,55 +238,50 @@ class _Reading:
             raise PatternError(f"{self._pattern!r:.80} is not understood: {error}") from None
         if parsed.state.flags & ~re.UNICODE:
             raise self._unknown("flags")
-        return self.sequence(list(parsed), self._make.always, "start", "end")
+        return self.sequence(list(parsed), self._make.always, "start")
 
-    def sequence(self, items: list[Any], rest: Node, before: str, after: str) -> Node:
+    def sequence(self, items: list[Any], rest: Node, before: str) -> Node:
         """The items one after the other, and then `rest`. before: "start" where nothing, "marked"
         where only the mark of the start, and "text" where anything can come before the items.
-        after: "end", "marked" and "text" in the same way.
         """
-        befores, afters = [], []
+        befores = []
         for name, _ in items:
             befores.append(before)
             before = "marked" if name is sre.AT and before != "text" else "text"
-        for name, _ in reversed(items):
-            afters.append(after)
-            after = "marked" if name is sre.AT and after != "text" else "text"
-        for (name, value), at_start, at_end in zip(reversed(items), reversed(befores), afters):
-            rest = self._item(name, value, rest, at_start, at_end)
+        for (name, value), at_start in zip(reversed(items), reversed(befores)):
+            rest = self._item(name, value, rest, at_start)
         return rest
 
-    def _item(self, name: Any, value: Any, rest: Node, before: str, after: str) -> Node:
+    def _item(self, name: Any, value: Any, rest: Node, before: str) -> Node:
         if name is sre.AT:
-            return self._mark(value, rest, before, after)
+            return self._mark(value, rest, before)
         if name in (sre.LITERAL, sre.NOT_LITERAL, sre.ANY, sre.IN):
             return self._make.then(self._make.one_of(self._characters(name, value)), rest)
         if name is sre.BRANCH:
-            ways = (self.sequence(list(way), rest, before, after) for way in value[1])
+            ways = (self.sequence(list(way), rest, before) for way in value[1])
             return self._make.any_of(ways)
         if name is sre.SUBPATTERN and not value[1] and not value[2]:
-            return self.sequence(list(value[3]), rest, before, after)
+            return self.sequence(list(value[3]), rest, before)
         if name in (sre.MAX_REPEAT, sre.MIN_REPEAT):
             least, most, repeated = value
             return self._repeat(least, most, repeated, rest)
         if name in (sre.ASSERT, sre.ASSERT_NOT) and value[0] == 1:
-            ahead = self.sequence(list(value[1]), self._make.always, before, "end")
+            ahead = self.sequence(list(value[1]), self._make.always, before)
             is_there = name is sre.ASSERT
             return self._make.all_of([rest, ahead if is_there else self._make.opposite(ahead)])
         raise self._unknown(name)
 
-    def _mark(self, value: Any, rest: Node, before: str, after: str) -> Node:
+    def _mark(self, value: Any, rest: Node, before: str) -> Node:
         if value in (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING) and before != "text":
             mark = self._make.one_of(((START, START),))
             return self._make.then(mark, rest) if before == "start" else rest
-        if value in (sre.AT_END, sre.AT_END_STRING) and after != "text":
-            mark = self._make.one_of(((END, END),))
-            return self._make.then(mark, rest) if after == "end" else rest
+        if value in (sre.AT_END, sre.AT_END_STRING):
+            return self._make.then(self._make.one_of(((END, END),)), rest)
         raise self._unknown(value)
 
     def _repeat(self, least: int, most: Any, items: Any, rest: Node) -> Node:
         make = self._make
-        once = self.sequence(list(items), make.empty, "text", "text")
+        once = self.sequence(list(items), make.empty, "text")
         self._copies += least if most is sre.MAXREPEAT else most
         if self._copies > MAX_COPIES or _has_conditions(once):
             raise self._unknown("repeat")
@@ -373,8 +377,7 @@ def _automaton(expressions: Expressions, expression: Node) -> Automaton:
             number = numbers[target]
             found[number] = _union(found.get(number, ()), tuple(spans))
         edges.append(found)
-    ends: dict[Node, Node] = {}
-    return Automaton(edges, [expressions.after(node, END, ends).matches_empty for node in order])
+    return Automaton(edges, [expressions.after_end(node).matches_empty for node in order])
 
 
 def _smallest(automaton: Automaton) -> Automaton:

@@ -204,18 +204,25 @@ class _Rewriting:
         return {"pattern": FORMAT_PATTERNS[name]} if name in FORMAT_PATTERNS else True
 
     def _pattern(self, schema: dict[str, Any], value: str) -> Schema:
-        """Without lookaheads, and marks of the start or the end only where those are."""
+        pattern = self._plain_pattern(value)
+        if pattern == value:
+            return {"pattern": value}
+        return only_for("string", False if pattern is None else {"pattern": pattern})
+
+    def _plain_pattern(self, value: str) -> str | None:
+        """Without lookaheads, and marks of the start or the end only where those are; None where no
+        text has the pattern.
+        """
         has_lookahead = re.search(r"\(\?[=!]", value) is not None
         plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", value, flags=re.DOTALL)
         if not has_lookahead and "^" not in plain[1:] and "$" not in plain[:-1]:
-            return {"pattern": value}
+            return value
         try:
-            pattern = self._common([value])
+            return self._common([value])
         except UnsayableError:
             if has_lookahead:
                 raise
-            return {"pattern": value}
-        return only_for("string", False if pattern is None else {"pattern": pattern})
+            return value
 
     def _dependent(self, schema: dict[str, Any], value: dict[str, Any]) -> Schema:
         return all_of(
@@ -361,7 +368,7 @@ class _Rewriting:
         """patternProperties of which no two have a pattern for the same name."""
         regions: list[tuple[str, Schema]] = []
         for pattern, schema in properties.items():
-            rest: str | None = pattern
+            rest = self._plain_pattern(pattern)
             for index, (other, one) in enumerate(list(regions)):
                 if rest is None or self._are_apart(rest, other):
                     continue

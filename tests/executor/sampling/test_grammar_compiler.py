@@ -111,6 +111,8 @@ def test_what_a_draft_ignores_separates_no_branches(compiler):
 
 
 LIST = {"type": "object", "properties": {"a": {"$ref": "#/$defs/list"}, "b": {}}}
+NAMED = {"$ref": "#/$defs/tree"}
+TREE = {"type": "object", "properties": {"left": NAMED}, "patternProperties": {"^[a-z]": NAMED}}
 SECOND = {"properties": {"a": {"$ref": "#/$defs/second"}, "b": {"type": "integer"}}}
 
 
@@ -134,6 +136,26 @@ SECOND = {"properties": {"a": {"$ref": "#/$defs/second"}, "b": {"type": "integer
             },
             ['{"ab": 7, "a": 1}'],
             ['{"ab": 1}', '{"ab": "x"}', '{"b": 1}'],
+        ),
+        (
+            {
+                "$defs": {"tree": TREE},
+                "type": "object",
+                "properties": {"a": {"$ref": "#/$defs/tree"}},
+                "required": ["a"],
+            },
+            ['{"a": {"left": {"x": {}}}}', '{"a": {}}'],
+            ['{"a": {"left": 1}}', '{"a": {"x": {"left": 1}}}'],
+        ),
+        (
+            {"type": "object", "patternProperties": {"^(?!a)": {"type": "integer"}}},
+            ['{"b": 1}', '{"a": "x"}'],
+            ['{"b": "x"}'],
+        ),
+        (
+            {"type": "string", "pattern": "^([a-z]+(,|$)){2,}$"},
+            ['"a,b"', '"a,b,"'],
+            ['"a"', '"ab"'],
         ),
     ],
 )

@@ -73,3 +73,14 @@ def test_only_the_jobs_that_sign_have_an_identity() -> None:
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     scripts = [word for text in commands for word in text.split() if word.startswith(".ci/")]
     assert scripts == [".ci/write_sbom"] and all(os.access(ROOT / one, os.X_OK) for one in scripts)
+
+
+def test_actions_are_pinned_by_their_hash() -> None:
+    """A tag may be moved to other code; the release runs with a token that publishes."""
+    others = set()
+    for path in (ROOT / ".github/workflows").iterdir():
+        for line in path.read_text().splitlines():
+            if (match := re.search(r"\buses: (.*)", line)) is not None:
+                if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", match[1]):
+                    others.add(match[1])
+    assert others == {"pypa/gh-action-pypi-publish@release/v1"}

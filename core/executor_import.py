@@ -5,12 +5,15 @@ Must not know: what an executor does.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ipc.config import EngineConfig
+from ..ipc.errors import ModelLoadError
 from ..ipc.threads import start_in_thread
 
 if TYPE_CHECKING:
@@ -38,6 +41,15 @@ def _import_worker(device: str) -> None:
     devices.import_kernels(device)
 
 
+def _read_header(model: Path) -> None:
+    """Reads the header of a GGUF file, which is kept, while torch's libraries load."""
+    from ..ipc.models.gguf import is_gguf, read_gguf
+
+    if is_gguf(model):
+        with contextlib.suppress(ModelLoadError):  # the loader raises it again
+            read_gguf(model)
+
+
 def import_executor(
     config: EngineConfig, report: Report, *, is_alone: bool, imported: Future[Any] | None
 ) -> Executor:
@@ -49,6 +61,7 @@ def import_executor(
     report("import", 0.0)
     early_memory.begin(config, wait_for_import=None if imported is None else load_libraries)
     if imported is not None:
+        _read_header(Path(config.model_config.model))
         imported.result()
     if is_alone and num_ranks(config) == 1:  # ranks import torch in their own processes
         from ..executor.lean_import import import_torch

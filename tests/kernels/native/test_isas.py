@@ -159,7 +159,7 @@ def test_a_cache_in_int8_has_the_references_bytes_and_its_attention(isa, dtype):
 def test_the_emulation_equals_the_processor(emulated_library, op, dtype):
     """The emulation equals the processor, so tests elsewhere can rely on it."""
     torch.manual_seed(8)
-    for isa in library.isas:
+    for isa in library.isas[:-1]:  # AVX2 is not emulated
         for case in cases.MODEL_OPS[op](dtype):
             library.use_isa(isa)
             expected = case.run(native(op).function)

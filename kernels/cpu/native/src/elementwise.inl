@@ -23,17 +23,17 @@ void gate_rows(const SiluAndMul& a, int64_t rows, const Worker& worker, Activati
         }
 }
 
-void silu_and_mul(const Call& call, const Step& step, const Worker& worker) {
+inline void silu_and_mul(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, gate_rows<T>((const SiluAndMul&)call, rows_of(call, step), worker,
                                        [](Vec x) { return silu(x); }));
 }
 
-void gelu_tanh_and_mul(const Call& call, const Step& step, const Worker& worker) {
+inline void gelu_tanh_and_mul(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, gate_rows<T>((const SiluAndMul&)call, rows_of(call, step), worker,
                                        [](Vec x) { return gelu_tanh(x); }));
 }
 
-void gelu_and_mul(const Call& call, const Step& step, const Worker& worker) {
+inline void gelu_and_mul(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, gate_rows<T>((const SiluAndMul&)call, rows_of(call, step), worker,
                                        [](Vec x) { return gelu(x); }));
 }
@@ -56,27 +56,27 @@ void activate_rows(const Of& a, int64_t rows, const Worker& worker, Activation a
         }
 }
 
-void gelu(const Call& call, const Step& step, const Worker& worker) {
+inline void gelu(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, activate_rows<T>((const Activate&)call, rows_of(call, step), worker,
                                            [](Vec x) { return gelu(x); }));
 }
 
-void gelu_tanh(const Call& call, const Step& step, const Worker& worker) {
+inline void gelu_tanh(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, activate_rows<T>((const Activate&)call, rows_of(call, step), worker,
                                            [](Vec x) { return gelu_tanh(x); }));
 }
 
-void silu(const Call& call, const Step& step, const Worker& worker) {
+inline void silu(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, activate_rows<T>((const Activate&)call, rows_of(call, step), worker,
                                            [](Vec x) { return silu(x); }));
 }
 
-void relu(const Call& call, const Step& step, const Worker& worker) {
+inline void relu(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, activate_rows<T>((const Activate&)call, rows_of(call, step), worker,
                                            [](Vec x) { return relu(x); }));
 }
 
-void relu_squared(const Call& call, const Step& step, const Worker& worker) {
+inline void relu_squared(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, activate_rows<T>((const Activate&)call, rows_of(call, step), worker,
                                            [](Vec x) { return relu_squared(x); }));
 }
@@ -88,11 +88,11 @@ void clamp_rows(const Clamp& a, int64_t rows, const Worker& worker) {
     activate_rows<T>(a, rows, worker, [=](Vec x) { return Vec::min(high, Vec::max(low, x)); });
 }
 
-void clamp(const Call& call, const Step& step, const Worker& worker) {
+inline void clamp(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, clamp_rows<T>((const Clamp&)call, rows_of(call, step), worker));
 }
 
-void soft_cap(const Call& call, const Step& step, const Worker& worker) {
+inline void soft_cap(const Call& call, const Step& step, const Worker& worker) {
     const SoftCap& a = (const SoftCap&)call;
     const Vec cap((float)a.cap);
     // a piece is a part of a row, since there are few rows of many logits
@@ -120,7 +120,7 @@ void scale_rows(const Scale& a, int64_t rows, const Worker& worker) {
         }
 }
 
-void scale(const Call& call, const Step& step, const Worker& worker) {
+inline void scale(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, scale_rows<T>((const Scale&)call, rows_of(call, step), worker));
 }
 
@@ -132,7 +132,7 @@ void add_rows(const Add& a, int64_t rows, const Worker& worker) {
             add_row((const T*)a.x + row * a.x_row, (T*)a.residual + row * a.residual_row, a.size);
 }
 
-void add(const Call& call, const Step& step, const Worker& worker) {
+inline void add(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, add_rows<T>((const Add&)call, rows_of(call, step), worker));
 }
 
@@ -148,7 +148,7 @@ inline void set_absent(const Embedding& a, void* row, size_t bytes) {
     std::memset(row, a.absent == ABSENT_ZEROS ? 0 : 0xff, bytes);
 }
 
-void embedding(const Call& call, const Step& step, const Worker& worker) {
+inline void embedding(const Call& call, const Step& step, const Worker& worker) {
     const Embedding& a = (const Embedding&)call;
     int64_t rows = rows_of(call, step), piece = piece_of_rows(a.size);
     size_t width = call.dtype == BF16 ? 2 : 4;
@@ -177,21 +177,21 @@ void for_image_rows(const TableRows& a, const Step& step, const Worker& worker, 
                     (const T*)a.table + step.image_rows[row] * a.table_row);
 }
 
-void replace_rows(const Call& call, const Step& step, const Worker& worker) {
+inline void replace_rows(const Call& call, const Step& step, const Worker& worker) {
     const TableRows& a = (const TableRows&)call;
     FOR_DTYPE(call.dtype, for_image_rows<T>(a, step, worker, [&](T* x, const T* from) {
                   std::memcpy(x, from, a.size * sizeof(T));
               }));
 }
 
-void add_table_rows(const Call& call, const Step& step, const Worker& worker) {
+inline void add_table_rows(const Call& call, const Step& step, const Worker& worker) {
     const TableRows& a = (const TableRows&)call;
     FOR_DTYPE(call.dtype, for_image_rows<T>(a, step, worker, [&](T* x, const T* from) {
                   add_row(from, x, a.size);
               }));
 }
 
-void gather_rows(const Call& call, const Step& step, const Worker& worker) {
+inline void gather_rows(const Call& call, const Step& step, const Worker& worker) {
     const GatherRows& a = (const GatherRows&)call;
     int64_t rows = rows_of(call, step), piece = piece_of_rows(a.size);
     size_t width = call.dtype == BF16 ? 2 : 4;
@@ -202,7 +202,7 @@ void gather_rows(const Call& call, const Step& step, const Worker& worker) {
                         a.size * width);
 }
 
-void external(const Call& call, const Step& step, const Worker& worker) {
+inline void external(const Call& call, const Step& step, const Worker& worker) {
     const External& a = (const External&)call;
     const auto* arguments = (const quire_arguments*)&a.data0;
     static_assert(sizeof(quire_arguments) ==
@@ -214,7 +214,7 @@ void external(const Call& call, const Step& step, const Worker& worker) {
         function(arguments, start, std::min(piece, rows - start));
 }
 
-void next_tokens(const Call& call, const Step& step, const Worker& worker) {
+inline void next_tokens(const Call& call, const Step& step, const Worker& worker) {
     const NextTokens& a = (const NextTokens&)call;
     if (worker.next(1) != 0) return;
     int64_t rows = rows_of(call, step);

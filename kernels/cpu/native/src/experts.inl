@@ -77,7 +77,7 @@ inline void route_row(const RouteExperts& a, const float* logits, int32_t* ids, 
     }
 }
 
-void route_experts(const Call& call, const Step& step, const Worker& worker) {
+inline void route_experts(const Call& call, const Step& step, const Worker& worker) {
     const RouteExperts& a = (const RouteExperts&)call;
     const int64_t rows = rows_of(call, step), piece = piece_of_rows(8 * a.count);
     for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
@@ -86,7 +86,7 @@ void route_experts(const Call& call, const Step& step, const Worker& worker) {
                       a.weights + row * a.top_k);
 }
 
-void sort_by_expert(const Call& call, const Step& step, const Worker& worker) {
+inline void sort_by_expert(const Call& call, const Step& step, const Worker& worker) {
     const SortByExpert& a = (const SortByExpert&)call;
     if (worker.next(1) != 0) return;
     const int64_t pairs = rows_of(call, step) * a.top_k;
@@ -105,7 +105,7 @@ void sort_by_expert(const Call& call, const Step& step, const Worker& worker) {
         for (int64_t e = 0; e < a.count; e++) a.counts[e] += a.starts[e + 1] - a.starts[e];
 }
 
-void count_experts(const Call& call, const Step& step, const Worker& worker) {
+inline void count_experts(const Call& call, const Step& step, const Worker& worker) {
     const CountExperts& a = (const CountExperts&)call;
     if (worker.next(1) != 0) return;
     const int64_t rows = rows_of(call, step);
@@ -114,7 +114,7 @@ void count_experts(const Call& call, const Step& step, const Worker& worker) {
             a.counts[a.ids[row * a.top_k + k]]++;
 }
 
-void scale_by_expert(const Call& call, const Step& step, const Worker& worker) {
+inline void scale_by_expert(const Call& call, const Step& step, const Worker& worker) {
     const ScaleByExpert& a = (const ScaleByExpert&)call;
     if (worker.next(1) != 0) return;
     const int64_t count = rows_of(call, step) * a.top_k;
@@ -146,7 +146,7 @@ void combine_rows(const CombineExperts& a, int64_t rows, const Worker& worker) {
         }
 }
 
-void combine_experts(const Call& call, const Step& step, const Worker& worker) {
+inline void combine_experts(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype,
               combine_rows<T>((const CombineExperts&)call, rows_of(call, step), worker));
 }
@@ -168,11 +168,12 @@ void add_gated_rows(const AddGated& a, int64_t rows, const Worker& worker) {
         }
 }
 
-void add_gated(const Call& call, const Step& step, const Worker& worker) {
+inline void add_gated(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, add_gated_rows<T>((const AddGated&)call, rows_of(call, step), worker));
 }
 
-void experts_linear(const Call& call, const Step&, const Worker& worker) {
+inline void experts_linear(const Call& call, const Step& step, const Worker& worker) {
     const ExpertsLinear& a = (const ExpertsLinear&)call;
-    FOR_DTYPE(call.dtype, (experts_linear_items<T, typename BlockOf<T>::type>(a, worker)));
+    FOR_OWN_DTYPE(call, step, worker,
+                  (experts_linear_items<T, typename BlockOf<T>::type>(a, worker)));
 }

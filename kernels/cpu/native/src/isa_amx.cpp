@@ -25,6 +25,7 @@
 
 namespace amx {
 #define QUIRE_BF16 1
+#define QUIRE_BASE isa_avx512_bf16
 #define QUIRE_AMX 1
 #ifdef QUIRE_EMULATED
 #include "emulated_avx512.h"
@@ -40,5 +41,5 @@ namespace amx {
 #pragma clang attribute pop
 #endif
 
-const Isa isa_amx = {"amx", amx::KERNELS.by_op, &isa_avx512_bf16};
+const Isa isa_amx = {"amx", amx::KERNELS.by_op, &QUIRE_BASE};
 #endif

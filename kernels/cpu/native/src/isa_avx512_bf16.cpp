@@ -24,6 +24,7 @@
 
 namespace avx512_bf16 {
 #define QUIRE_BF16 1
+#define QUIRE_BASE isa_avx512
 #ifdef QUIRE_EMULATED
 #include "emulated_avx512.h"
 #endif
@@ -37,5 +38,5 @@ namespace avx512_bf16 {
 #pragma clang attribute pop
 #endif
 
-const Isa isa_avx512_bf16 = {"avx512_bf16", avx512_bf16::KERNELS.by_op, &isa_avx512};
+const Isa isa_avx512_bf16 = {"avx512_bf16", avx512_bf16::KERNELS.by_op, &QUIRE_BASE};
 #endif

@@ -18,6 +18,7 @@
 
 namespace neon_bf16 {
 #define QUIRE_BF16 1
+#define QUIRE_BASE isa_neon_i8mm
 #define QUIRE_BFMMLA 1
 #include "vec_neon.h"
 #include "ints_neon.h"
@@ -29,5 +30,5 @@ namespace neon_bf16 {
 #pragma clang attribute pop
 #endif
 
-const Isa isa_neon_bf16 = {"neon_bf16", neon_bf16::KERNELS.by_op, &isa_neon_i8mm};
+const Isa isa_neon_bf16 = {"neon_bf16", neon_bf16::KERNELS.by_op, &QUIRE_BASE};
 #endif

@@ -1,5 +1,6 @@
 // All kernels, in terms of Vec. Each isa_*.cpp includes this in its own namespace, under its own
-// target.
+// target. Kernels of the files that all of them include are inline, so that those that an
+// instruction set takes from its base are not compiled for it.
 
 #include "math.inl"
 #include "norm.inl"

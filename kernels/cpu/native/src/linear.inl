@@ -224,9 +224,10 @@ void linear_items(const Linear& a, int64_t rows, const Worker& worker) {
     }
 }
 
-void linear(const Call& call, const Step& step, const Worker& worker) {
-    FOR_DTYPE(call.dtype, (linear_items<T, typename BlockOf<T>::type>(
-                              (const Linear&)call, rows_of(call, step), worker)));
+inline void linear(const Call& call, const Step& step, const Worker& worker) {
+    FOR_OWN_DTYPE(call, step, worker,
+                  (linear_items<T, typename BlockOf<T>::type>((const Linear&)call,
+                                                              rows_of(call, step), worker)));
 }
 
 // A call of one expert, whose first place is `place`.
@@ -311,14 +312,15 @@ void heads_linear_items(const HeadsLinear& a, int64_t rows, const Worker& worker
     }
 }
 
-void heads_linear(const Call& call, const Step& step, const Worker& worker) {
-    FOR_DTYPE(call.dtype, (heads_linear_items<T, typename BlockOf<T>::type>(
-                              (const HeadsLinear&)call, rows_of(call, step), worker)));
+inline void heads_linear(const Call& call, const Step& step, const Worker& worker) {
+    FOR_OWN_DTYPE(call, step, worker,
+                  (heads_linear_items<T, typename BlockOf<T>::type>((const HeadsLinear&)call,
+                                                                    rows_of(call, step), worker)));
 }
 
 // A tied table's row, read from the head's packed weight: one number or pair of each line of a
 // panel.
-void embedding_packed(const Call& call, const Step& step, const Worker& worker) {
+inline void embedding_packed(const Call& call, const Step& step, const Worker& worker) {
     const Embedding& a = (const Embedding&)call;
     int64_t rows = rows_of(call, step), piece = piece_of_rows(a.size);
     int64_t width = call.dtype == BF16 ? 2 : 4, bytes = a.size * width,

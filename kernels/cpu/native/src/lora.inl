@@ -300,10 +300,10 @@ void lora_rows(const AddLora& a, const Step& step, const Worker& worker) {
     else lora_add<T, uint16_t>(a, all, worker);
 }
 
-void add_lora(const Call& call, const Step& step, const Worker& worker) {
-    FOR_DTYPE(call.dtype, lora_rows<T>((const AddLora&)call, step, worker));
+inline void add_lora(const Call& call, const Step& step, const Worker& worker) {
+    FOR_OWN_DTYPE(call, step, worker, lora_rows<T>((const AddLora&)call, step, worker));
 }
 
-void add_lora_embedding(const Call& call, const Step& step, const Worker& worker) {
+inline void add_lora_embedding(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, lora_rows<T>((const AddLora&)call, step, worker));
 }

@@ -63,6 +63,22 @@ inline void store_some(Vec x, T* p, int64_t count) {
         }                       \
     } while (0)
 
+// The same in a kernel that multiplies bf16 with this instruction set's own instructions: numbers
+// in fp32 are its base's.
+#ifdef QUIRE_BF16
+#define FOR_OWN_DTYPE(call, step, worker, own)                      \
+    do {                                                            \
+        if ((call).dtype == BF16) {                                 \
+            using T = uint16_t;                                     \
+            own;                                                    \
+        } else {                                                    \
+            QUIRE_BASE.kernel((call).op)((call), (step), (worker)); \
+        }                                                           \
+    } while (0)
+#else
+#define FOR_OWN_DTYPE(call, step, worker, own) FOR_DTYPE((call).dtype, own)
+#endif
+
 // e**x to about 1 unit in the last place: 2**n times a polynomial in the remainder (coefficients of
 // Cephes' expf). 0 below -87.3.
 inline Vec exp(Vec x) {

@@ -54,7 +54,7 @@ void rms_norm_rows(const RmsNorm& a, int64_t rows, const Worker& worker) {
                           (T*)a.out + row * a.out_row + head * a.out_head, a.size, a.eps);
 }
 
-void rms_norm(const Call& call, const Step& step, const Worker& worker) {
+inline void rms_norm(const Call& call, const Step& step, const Worker& worker) {
     const RmsNorm& a = (const RmsNorm&)call;
     FOR_DTYPES(a, (rms_norm_rows<T, W>(a, rows_of(call, step), worker)));
 }
@@ -80,7 +80,7 @@ void add_rms_norm_rows(const AddRmsNorm& a, int64_t rows, const Worker& worker) 
         }
 }
 
-void add_rms_norm(const Call& call, const Step& step, const Worker& worker) {
+inline void add_rms_norm(const Call& call, const Step& step, const Worker& worker) {
     const AddRmsNorm& a = (const AddRmsNorm&)call;
     FOR_DTYPES(a, (add_rms_norm_rows<T, W>(a, rows_of(call, step), worker)));
 }
@@ -133,7 +133,7 @@ void layer_norm_rows(const LayerNorm& a, int64_t rows, const Worker& worker) {
                             (T*)a.out + row * a.out_row, a.size, a.eps);
 }
 
-void layer_norm(const Call& call, const Step& step, const Worker& worker) {
+inline void layer_norm(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, layer_norm_rows<T>((const LayerNorm&)call, rows_of(call, step), worker));
 }
 
@@ -149,7 +149,7 @@ void add_layer_norm_rows(const AddLayerNorm& a, int64_t rows, const Worker& work
         }
 }
 
-void add_layer_norm(const Call& call, const Step& step, const Worker& worker) {
+inline void add_layer_norm(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype,
               add_layer_norm_rows<T>((const AddLayerNorm&)call, rows_of(call, step), worker));
 }

@@ -203,7 +203,7 @@ void quantize_int4_block(const Quantize& a, int64_t panel, int64_t group, uint8_
     }
 }
 
-void quantize_int8(const Call& call, const Step&, const Worker& worker) {
+inline void quantize_int8(const Call& call, const Step&, const Worker& worker) {
     const Quantize& a = (const Quantize&)call;
     const int64_t depth = depth_of(a.in_features), groups = ceil_div(depth, GROUP_INT8),
                   panels = ceil_div(a.out_features, PANEL);
@@ -216,7 +216,7 @@ void quantize_int8(const Call& call, const Step&, const Worker& worker) {
                           (uint16_t*)((char*)a.scales + (panel * groups + group) * SCALES_INT8)));
 }
 
-void quantize_int4(const Call& call, const Step&, const Worker& worker) {
+inline void quantize_int4(const Call& call, const Step&, const Worker& worker) {
     const Quantize& a = (const Quantize&)call;
     const int64_t groups = ceil_div(a.in_features, GROUP_INT4),
                   panels = ceil_div(a.out_features, PANEL);
@@ -252,7 +252,7 @@ void embedding_int8_rows(const EmbeddingInt8& a, int64_t rows, const Step& step,
         }
 }
 
-void embedding_int8(const Call& call, const Step& step, const Worker& worker) {
+inline void embedding_int8(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, embedding_int8_rows<T>((const EmbeddingInt8&)call, rows_of(call, step),
                                                  step, worker));
 }

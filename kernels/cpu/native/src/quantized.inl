@@ -442,7 +442,7 @@ void if_many(const Call& call, const Step& step, const Worker& worker) {
     const int64_t rows = call.op == OP_EXPERTS_LINEAR_BLOCKS
                              ? rows_of_expert((const ExpertsLinear&)call)
                              : rows_of(call, step);
-    (rows > 8 ? IN_TILES : isa_amx.base->kernel(call.op))(call, step, worker);
+    (rows > 8 ? IN_TILES : QUIRE_BASE.kernel(call.op))(call, step, worker);
 }
 #endif
 

@@ -32,13 +32,16 @@ from ...ipc.models.gguf import is_gguf
 from ...ipc.params import StructuredOutputsParams
 from .schema_drafts import OLD_DRAFT, without_ignored
 from .schema_merging import merged
-from .schema_rewriting import rewritten
-from .schema_values import UnsayableError, escape
+from .schema_rewriting import MAX_WAYS, rewritten
+from .schema_values import TooManyError, UnsayableError, escape
 
 MAX_GRAMMAR_BYTES = 512 * 1024  # of a schema, a regex, a grammar, or all choices together, in UTF-8
 MAX_GRAMMAR_SOURCE_BYTES = 128 * 1024  # of a grammar, which Python parses line by line
 # of one thread's time; 10 to 50 us are usual, the first mask of a schema takes some milliseconds
 MAX_MASK_S = 0.1
+# of schemas with oneOf, the first of which that is not too large is tried
+NUMBERS_OF_WAYS = (MAX_WAYS, 4, 1)
+MAX_REWRITTEN = 200_000  # characters that a schema may grow by, where there are fewer ways
 NUM_WALKS, WALK_TOKENS = 3, 12  # random walks that try a new grammar
 NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 # llguidance's own limits except for the states, of 1 to 2 kB each: the matcher of one request can
@@ -143,17 +146,37 @@ def _rewritten(params: StructuredOutputsParams, error: str) -> Iterator[Structur
         schema = json.loads(params.json)
         if params.disable_additional_properties:
             schema = closed_schema(schema)
-        made = rewritten(schema)
-        text = json.dumps(made, ensure_ascii=False)
-        if '"notMultipleOf"' not in text:  # which only merging takes away
-            yield _with_schema(params, text)
-        yield _with_schema(params, json.dumps(merged(made), ensure_ascii=False))
+        yield from (_with_schema(params, text) for text in _texts(schema, len(params.json)))
     except UnsayableError as unsayable:
         raise refusal(f"cannot be compiled: {shorten(str(unsayable))}") from None
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as failure:
         # It is malformed, as llguidance says. The second name tells where it is not.
         name = type(failure).__name__
         raise refusal(f"cannot be compiled: {shorten(error)} (rewriting: {name})") from None
+
+
+def _texts(schema: Any, size: int) -> Iterator[str]:
+    """A schema of `size` characters in llguidance's keywords, each time followed by the same
+    merged, in fewer and fewer ways.
+
+    Raises UnsayableError if nothing was left to try because of it, and as `rewritten` does.
+    """
+    before, problem = None, None
+    for max_ways in NUMBERS_OF_WAYS:
+        try:
+            made = rewritten(schema, max_ways)
+            text = json.dumps(made, ensure_ascii=False)
+            is_last = max_ways == NUMBERS_OF_WAYS[-1]
+            if text == before or (len(text) > size + MAX_REWRITTEN and not is_last):
+                continue
+            before, problem = text, None
+            if '"notMultipleOf"' not in text:  # which only merging takes away
+                yield text
+            yield json.dumps(merged(made), ensure_ascii=False)
+        except TooManyError as error:
+            problem = error
+    if problem is not None:
+        raise problem
 
 
 def _with_schema(params: StructuredOutputsParams, text: str) -> StructuredOutputsParams:

@@ -25,6 +25,7 @@ from .schema_patterns import PatternError, are_apart, common
 from .schema_values import (
     ANNOTATIONS,
     TYPES,
+    TooManyError,
     UnsayableError,
     escape,
     has_type,
@@ -279,7 +280,7 @@ class _Merging:
         pairs = [(a, b) for a in some for b in others if a["type"] == b["type"]]
         self._pairs += len(pairs)
         if self._pairs > MAX_PAIRS:
-            raise UnsayableError("too many of its parts exclude each other (oneOf, not, if)")
+            raise TooManyError
         made = (self._both(a, b) for a, b in pairs)
         return self._distinct([one for one in made if one is not None])
 
@@ -289,7 +290,7 @@ class _Merging:
         whole = {one["type"] for one in found.values() if len(one) == 1}
         kept = [one for one in found.values() if len(one) == 1 or one["type"] not in whole]
         if len(kept) > MAX_ALTERNATIVES:
-            raise UnsayableError("too many of its parts exclude each other (oneOf, not, if)")
+            raise TooManyError
         return kept
 
     def _plain(self, node: dict[str, Any]) -> list[Alternative]:

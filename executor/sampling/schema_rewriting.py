@@ -50,6 +50,7 @@ from .schema_values import (
     FORMAT_PATTERNS,
     OWN_FORMATS,
     WIDE_PATTERNS,
+    TooManyError,
     UnsayableError,
     escape,
     exactly,
@@ -62,7 +63,7 @@ from .schema_values import (
 
 MAX_SCHEMAS = 4_000  # that one rewritten schema is made of
 MAX_LISTS = 400  # lists of unique items that are told one by one
-MAX_WAYS = 64  # in which a branch of oneOf excludes the others
+MAX_WAYS = 64  # in which a branch of oneOf excludes the others; the shortest are kept
 MAX_POSITION = 4  # of the item that a list must have among others
 
 COPIED = frozenset(
@@ -77,22 +78,25 @@ UNSAYABLE = frozenset(
 )
 
 
-def rewritten(schema: Schema) -> Schema:
+def rewritten(schema: Schema, max_ways: int = MAX_WAYS) -> Schema:
     """Returns a schema without keywords that llguidance does not implement. The argument is not
-    changed.
+    changed. max_ways: in which a branch of oneOf may exclude the others; fewer are shorter and
+    narrower.
 
-    Raises UnsayableError with a text that names the keyword, and ValueError, TypeError,
-    AttributeError or KeyError for a schema whose keywords have values of wrong types.
+    Raises TooManyError for one that becomes too large, UnsayableError with a text that names the
+    keyword, and ValueError, TypeError, AttributeError or KeyError for a schema whose keywords have
+    values of wrong types.
     """
     try:
-        return _Rewriting(schema).whole()
+        return _Rewriting(schema, max_ways).whole()
     except RecursionError:
         raise UnsayableError("the schema nests too deeply") from None
 
 
 class _Rewriting:
-    def __init__(self, root: Schema):
+    def __init__(self, root: Schema, max_ways: int):
         self._root = root
+        self._max_ways = max_ways
         self._names: dict[str, str] = {}  # of references, in $defs
         self._defs: dict[str, Schema] = {}
         self._numbers = itertools.count()  # of entries of $defs
@@ -121,7 +125,7 @@ class _Rewriting:
                 raise UnsayableError("a part of the schema has an $id and references")
         self._count += 1
         if self._count > MAX_SCHEMAS:
-            raise UnsayableError("too many of its parts exclude each other (oneOf, not, if)")
+            raise TooManyError
 
     # ------------------------------------------------------------ what holds
 
@@ -265,8 +269,8 @@ class _Rewriting:
         return any_of(made)
 
     def _without(self, schema: Schema, others: list[Schema]) -> Schema:
-        """`schema` and the opposites of all others, in at most MAX_WAYS ways."""
-        most = int(MAX_WAYS ** (1 / max(1, len(others))))
+        """`schema` and the opposites of all others, in at most `max_ways` ways."""
+        most = int(self._max_ways ** (1 / max(1, len(others))))
         opposites = []
         for other in others:
             ways = self.opposite(other)

@@ -74,6 +74,13 @@ class UnsayableError(ValueError):
     """A grammar cannot say this part of a schema, or the part is malformed."""
 
 
+class TooManyError(UnsayableError):
+    """What a schema says in other keywords is too large."""
+
+    def __init__(self):
+        super().__init__("too many of its parts exclude each other (oneOf, not, if)")
+
+
 def type_of(value: Any) -> str:
     if value is None:
         return "null"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
+from quire.executor.sampling import grammar_compiler
 from quire.executor.sampling.grammar_compiler import (
     MAX_GRAMMAR_BYTES,
     GrammarCompiler,
@@ -162,6 +163,16 @@ SECOND = {"properties": {"a": {"$ref": "#/$defs/second"}, "b": {"type": "integer
 def test_schemas_that_llguidance_cannot_merge_are_merged(compiler, schema, good, bad):
     assert all(accepts(compiler, text, json=schema) for text in good)
     assert not any(accepts(compiler, text, json=schema) for text in bad)
+
+
+def test_a_schema_that_grows_too_large_excludes_branches_in_fewer_ways(compiler, monkeypatch):
+    first = {"type": "object", "properties": {"a": True}, "required": ["a"]}
+    second = {"type": "object", "properties": {"c": {"type": "integer"}}, "required": ["c"]}
+    schema = {"oneOf": [first, second]}
+    texts = '{"a": 1}', '{"c": 1}', '{"a": 1, "c": "x"}', '{"a": 1, "c": 1}'
+    assert [accepts(compiler, text, json=schema) for text in texts] == [True, True, True, False]
+    monkeypatch.setattr(grammar_compiler, "MAX_REWRITTEN", -10_000)
+    assert [accepts(compiler, text, json=schema) for text in texts] == [True, True, False, False]
 
 
 def test_a_rewritten_schema_that_nests_too_deeply_is_merged(compiler):

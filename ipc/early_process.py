@@ -6,6 +6,7 @@ needed. It imports little, since a start waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Sequence
 
@@ -19,11 +20,14 @@ _process: EarlyEngineProcess | None = None
 
 
 def begin_early_process(argv: Sequence[str]) -> None:
-    """Starts the process if a command with these arguments is likely to use it."""
+    """Starts the process if a command with these arguments is likely to use it. Where the system
+    does not allow it, the command says so when it starts its engine.
+    """
     global _process
     names = {argument.partition("=")[0].replace("_", "-") for argument in argv}
     if platform_tuning.is_enabled() and not names & _OTHERS:
-        _process = EarlyEngineProcess()
+        with contextlib.suppress(OSError):
+            _process = EarlyEngineProcess()
 
 
 def take_early_process() -> EarlyEngineProcess | None:

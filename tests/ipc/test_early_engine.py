@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -110,3 +111,12 @@ def test_a_command_that_fails_early_ends_the_process():
     command = [sys.executable, "-m", "quire", "generate", "--nonsense"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "--nonsense" in done.stderr
+
+
+def test_a_limit_of_the_system_is_no_error_yet(monkeypatch):
+    def start():
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(early_process, "EarlyEngineProcess", start)
+    early_process.begin_early_process([])
+    assert early_process.take_early_process() is None

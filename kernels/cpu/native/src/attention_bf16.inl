@@ -40,7 +40,8 @@ struct Bf16Rows {
         std::memset(memory, 0, bytes(head_dim, value_dim, max_rows));
     }
 
-    void set_query(int64_t row, int64_t num_rows, const T* from) {
+    // row: of the num_rows rows of a KV head, which begin at row `begin`.
+    void set_query(int64_t begin, int64_t row, int64_t num_rows, const T* from) {
         T padded[MAX_HEAD_DIM] = {};
         if constexpr (!IS_SCALED<C>) {
             std::memcpy(padded, from, head_dim * sizeof(T));
@@ -53,26 +54,26 @@ struct Bf16Rows {
         }
         const int64_t first = row / ROWS * ROWS;
         Products::set_query(padded, depth, row - first, std::min<int64_t>(ROWS, num_rows - first),
-                            q + first * depth);
+                            q + (begin + first) * depth);
     }
 
-    void load(Slots<C>& slots, const Slots<C>& following, int64_t tile_start, bool seen_by_all) {
+    void load(Slots<C>& slots, int64_t tile_start, bool seen_by_all) {
         static const C zeros[MAX_HEAD_DIM] = {};
         start = tile_start;
-        next_keys.start(following.keys, following.count, head_dim);
-        next_values.start(following.values, following.count, value_dim);
         transpose_keys(slots, head_dim, keys);
         for (int key = slots.count; key < KEYS; key++) slots.values[key] = zeros;
         for (int key = 0; key < KEYS; key += 2)
             pair_values(slots.values[key], slots.values[key + 1], values + key * value_depth);
-        scales.load(slots, following, seen_by_all);
+        scales.load(slots, seen_by_all);
         is_finite = IS_SCALED<C> || seen_by_all || all_finite(values, KEYS * value_depth);
     }
 
-    // places [num_rows], ascending; running: the rows' Running, running_row floats apart.
-    void attend(int64_t num_rows, const Place* places, float* running, int64_t running_row) {
+    // The rows of one KV head. places [num_rows], ascending; running: the rows' Running,
+    // running_row floats apart.
+    void attend(int64_t begin, int64_t num_rows, const Place* places, float* running,
+                int64_t running_row) {
         for (int64_t row = 0; row < num_rows; row += ROWS)
-            attend_block((int)std::min<int64_t>(ROWS, num_rows - row), q + row * depth,
+            attend_block((int)std::min<int64_t>(ROWS, num_rows - row), q + (begin + row) * depth,
                          places + row, running + row * running_row, running_row);
     }
 

@@ -46,10 +46,12 @@ private:
                                                      float scale, const float* key_scales,
                                                      float* scores, F& fetch) {
         Vec sums[R][N];
+        F ahead = fetch;  // in registers
         for (int64_t d = 0; d < depth; d += 2, q += 2 * R, keys += 2 * KEYS) {
-            fetch.template go_on<2 * N * Vec::LANES * F::NUMBER>(d / 2);
+            ahead.template go_on<2 * N * Vec::LANES * F::NUMBER>(d / 2);
             add_pairs<R, N, 2>(q, keys, sums);
         }
+        fetch = ahead;
         for (int n = 0; n < N; n++) {
             Vec own = key_scales ? Vec::load(key_scales + n * Vec::LANES) * Vec(scale) : Vec(scale);
 #pragma GCC unroll 16
@@ -88,10 +90,12 @@ private:
 #pragma GCC unroll 4
             for (int n = 0; n < N; n++)
                 sum[r][n] = Vec::load(sums + r * running_row + n * Vec::LANES) * Vec(decay[r]);
+        F ahead = fetch;
         for (int key = 0; key < num_keys; key += 2, values += 2 * depth, weights += 2) {
-            fetch.template go_on<2 * N * Vec::LANES * F::NUMBER>(key / 2);
+            ahead.template go_on<2 * N * Vec::LANES * F::NUMBER>(key / 2);
             add_pairs<R, N, KEYS>(weights, values, sum);
         }
+        fetch = ahead;
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 4

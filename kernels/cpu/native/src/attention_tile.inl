@@ -35,26 +35,30 @@ struct NoFetch {
 };
 
 // Prefetches the next tile's rows line by line between the products of the current tile. A core
-// handles about two dozen outstanding lines; more would stall its arithmetic.
+// handles about two dozen outstanding lines; more would stall its arithmetic. If a tile is computed
+// for several heads, each head's products ask for an equal part of the rows, which hold these heads
+// side by side.
 template <typename C>
 struct Fetch {
     static constexpr int LINE = 64, NUMBER = sizeof(C);
 
     const C* const* rows = nullptr;
-    int count = 0, row = 0;  // of the rows; the next one
+    int count = 0, end = 0, row = 0;  // all rows; the end of the current part; the next one
     int64_t row_bytes = 0, at = 0;
 
-    void start(const C* const* from, int num_rows, int64_t head_dim) {
-        rows = from, count = num_rows, row = 0, row_bytes = head_dim * sizeof(C), at = 0;
+    void start(const C* const* from, int num_rows, int64_t row_numbers) {
+        rows = from, count = num_rows, end = 0, row = 0, row_bytes = row_numbers * sizeof(C);
+        at = 0;
     }
+    void allow(int part, int parts) { end = count * (part + 1) / parts; }
     // For iteration `step` of a loop that reads BYTES of its own rows in each.
     template <int BYTES>
     void go_on(int64_t step) {
         if (BYTES < LINE && step % std::max(LINE / BYTES, 1)) return;
-        for (int i = 0; i < std::max(BYTES / LINE, 1) && row < count; i++) fetch_line();
+        for (int i = 0; i < std::max(BYTES / LINE, 1) && row < end; i++) fetch_line();
     }
     void all() {
-        while (row < count) fetch_line();
+        while (row < end) fetch_line();
     }
 
 private:
@@ -116,7 +120,8 @@ bool all_finite(const T* values, int64_t size) {  // size: a multiple of LANES
 // its scores, a value's scale its weights.
 template <typename C>
 struct Scales {
-    void load(const Slots<C>&, const Slots<C>&, bool) {}
+    void load(const Slots<C>&, bool) {}
+    static void prefetch(const Slots<C>&, int64_t) {}
     const float* of_keys() const { return nullptr; }
     const float* of_values() const { return nullptr; }
     template <typename W>
@@ -127,11 +132,14 @@ struct Scales<int8_t> {
     alignas(64) float keys[KEYS] = {}, values[KEYS] = {};  // 0 where there is no key
     bool is_finite;
 
-    void load(const Slots<int8_t>& slots, const Slots<int8_t>& following, bool seen_by_all) {
+    // offset: from the scales in `following` to those of the head, in floats
+    static void prefetch(const Slots<int8_t>& following, int64_t offset) {
         for (int key = 0; key < following.count; key += 8) {
-            fetch(following.key_scales[key]);
-            fetch(following.value_scales[key]);
+            fetch(following.key_scales[key] + offset);
+            fetch(following.value_scales[key] + offset);
         }
+    }
+    void load(const Slots<int8_t>& slots, bool seen_by_all) {
         for (int key = 0; key < KEYS; key++) {
             keys[key] = key < slots.count ? *slots.key_scales[key] : 0;
             values[key] = key < slots.count ? *slots.value_scales[key] : 0;

@@ -58,13 +58,15 @@ inline void score_keys(const float* q, const T* keys, int64_t head_dim, const fl
                        float* scores, F& fetch) {
     constexpr int STEP = Vec::LANES * Pairs<T>::WIDTH;
     Vec sums[R][N];
+    F ahead = fetch;  // in registers
     for (int64_t d = 0; d < head_dim; d += 2, q += 2 * R, keys += 2 * KEYS) {
-        fetch.template go_on<2 * N * Vec::LANES * sizeof(C)>(d / 2);
+        ahead.template go_on<2 * N * Vec::LANES * sizeof(C)>(d / 2);
         add_products<R, N, 1>(
             q, [&](int n) { return Pairs<T>::first(keys + n * STEP, KEYS); }, sums);
         add_products<R, N, 1>(
             q + R, [&](int n) { return Pairs<T>::second(keys + n * STEP, KEYS); }, sums);
     }
+    fetch = ahead;
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -84,8 +86,9 @@ inline void add_values(const float* weights, const T* values, int64_t value_row,
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++)
             sum[r][n] = Vec::load(sums + r * row + n * Vec::LANES) * Vec(decay[r]);
+    F ahead = fetch;
     for (int key = 0; key < num_keys; key++, values += value_row, weights++) {
-        fetch.template go_on<N * Vec::LANES * sizeof(C)>(key);
+        ahead.template go_on<N * Vec::LANES * sizeof(C)>(key);
         add_products<R, N, KEYS>(
             weights,
             [&](int n) {
@@ -95,6 +98,7 @@ inline void add_values(const float* weights, const T* values, int64_t value_row,
             },
             sum);
     }
+    fetch = ahead;
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -135,9 +139,10 @@ struct VecRows {
         std::memset(values, 0, KEYS * value_row * sizeof(T));
     }
 
-    void set_query(int64_t row, int64_t num_rows, const T* from) {
+    // row: of the num_rows rows of a KV head, which begin at row `begin`.
+    void set_query(int64_t begin, int64_t row, int64_t num_rows, const T* from) {
         int64_t first = row / ROWS * ROWS, size = std::min<int64_t>(ROWS, num_rows - first);
-        float* to = q + first * head_dim + row % ROWS;
+        float* to = q + (begin + first) * head_dim + row % ROWS;
         alignas(64) float numbers[MAX_HEAD_DIM];
         copy_numbers(from, numbers, head_dim);
         if constexpr (IS_SCALED<C>) hadamard(numbers, head_dim);
@@ -146,23 +151,24 @@ struct VecRows {
 
     // Loads the tile at `start`. seen_by_all is false if some row sees fewer of its keys than
     // another.
-    void load(Slots<C>& slots, const Slots<C>& following, int64_t tile_start, bool seen_by_all) {
+    void load(Slots<C>& slots, int64_t tile_start, bool seen_by_all) {
         start = tile_start;
-        next_keys.start(following.keys, following.count, head_dim);
-        next_values.start(following.values, following.count, value_dim);
         transpose_keys(slots, head_dim, keys);
         for (int key = 0; key < slots.count; key++)
             copy_row(slots.values[key], round_up(value_dim, 8), values + key * value_row);
-        scales.load(slots, following, seen_by_all);
+        scales.load(slots, seen_by_all);
         is_finite = IS_SCALED<C> || seen_by_all || all_finite(values, slots.count * value_row);
     }
 
-    // places [num_rows], ascending; running: the rows' Running, running_row floats apart.
-    void attend(int64_t num_rows, const Place* places, float* running, int64_t running_row) {
-        attend_rows(num_rows, q, places, running, running_row, next_keys, next_values);
+    // The rows of one KV head. places [num_rows], ascending; running: the rows' Running,
+    // running_row floats apart.
+    void attend(int64_t begin, int64_t num_rows, const Place* places, float* running,
+                int64_t running_row) {
+        const float* queries = q + begin * head_dim;
+        attend_rows(num_rows, queries, places, running, running_row, next_keys, next_values);
         NoFetch none;
         for (int64_t row = ROWS; row < num_rows; row += ROWS)
-            attend_rows(num_rows - row, q + row * head_dim, places + row,
+            attend_rows(num_rows - row, queries + row * head_dim, places + row,
                         running + row * running_row, running_row, none, none);
     }
 

@@ -4,21 +4,23 @@ compiled for another processor (replay_calls.cpp).
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import gc
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from quire.kernels.cpu.native.calls import Op, Struct
+from quire.kernels.cpu.native.calls import Call, Op, Step, Struct
 from quire.kernels.cpu.native.library import library
 from torch import Tensor
 
 RUN, PACK_LINEAR, PACK_BLOCKS = range(3)
+MOST_BYTES = 32 << 20  # of a call
 
 
 @dataclass
@@ -30,6 +32,10 @@ class Region:
     has_addresses: bool
     data: bytes = b""
 
+    def holds(self, address: int) -> bool:
+        # The address after the last byte is that of no elements.
+        return self.address <= address <= self.address + self.size
+
 
 @dataclass
 class Record:
@@ -37,12 +43,18 @@ class Record:
 
     name: str
     dtype: int  # of a Call; -1 of others
+    out_dtype: int
     kind: int
     arguments: list[int]
     regions: list[Region]
 
 
-def _storages() -> dict[int, tuple[int, bool]]:
+def _calls() -> dict[int, Call]:
+    """Address -> call, of those that exist."""
+    return {ctypes.addressof(item): item for item in gc.get_objects() if isinstance(item, Call)}
+
+
+def _existing() -> dict[int, tuple[int, bool]]:
     """Address -> size and whether there are addresses, of the tensors and arrays that exist."""
     found: dict[int, tuple[int, bool]] = {}
     for item in gc.get_objects():
@@ -57,21 +69,24 @@ def _storages() -> dict[int, tuple[int, bool]]:
     return found
 
 
-def _collect(roots: list[Region], pointers: list[int]) -> list[Region]:
-    """The regions that a call reaches from the structs and the addresses that it is given."""
-    storages = _storages()
+def _reached(
+    existing: dict[int, tuple[int, bool]], roots: list[Region], words: list[int]
+) -> list[Region]:
+    """The roots, and the memory that they and the addresses among the words lead to."""
     regions = {region.address: region for region in roots}
-    waiting = list(pointers)
+    starts = sorted(existing)
+    waiting = list(words)
     while waiting:
         pointer = waiting.pop()
-        for start, (size, is_table) in storages.items():
-            if start <= pointer < start + size and start not in regions:
-                regions[start] = Region(start, size, is_table)
-                if is_table:
-                    words = ctypes.string_at(start, size // 8 * 8)
-                    waiting += [w for (w,) in struct.iter_unpack("<q", words) if w > 1 << 32]
-    for region in regions.values():
-        region.data = ctypes.string_at(region.address, region.size)
+        place = bisect.bisect(starts, pointer) - 1
+        if place < 0 or (start := starts[place]) in regions:
+            continue
+        size, is_table = existing[start]
+        if pointer < start + size:
+            regions[start] = Region(start, size, is_table)
+            if is_table:
+                inside = ctypes.string_at(start, size // 8 * 8)
+                waiting += [word for (word,) in struct.iter_unpack("<q", inside) if word > 1 << 32]
     return list(regions.values())
 
 
@@ -91,6 +106,7 @@ class Recording:
     """The calls that were recorded."""
 
     records: list[Record] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)  # by operation
 
     def write(self, path: Path) -> None:
         """Writes what replay_calls reads."""
@@ -116,33 +132,61 @@ class Recording:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[Recording]:
-    """Records the calls of operations, and of packing, that are made meanwhile."""
+def recorded(most_of_kind: int | None = None) -> Iterator[Recording]:
+    """Records the calls of operations, and of packing, that are made meanwhile: the first
+    `most_of_kind` of an operation in a dtype. Calls on more than MOST_BYTES, or on memory that was
+    allocated before, are left out.
+    """
     recording = Recording()
-    own = library.run, library.pack_linear, library.pack_blocks
+    own = library.run_all, library.pack_linear, library.pack_blocks
+    counts: Counter[tuple[str, int]] = Counter()
     gc.freeze()  # what exists is not looked at again
 
-    def add(name: str, dtype: int, kind: int, arguments: list[int], roots: list[Any]) -> None:
-        pointers = [word for root in roots if isinstance(root, Struct) for word in _pointers(root)]
-        regions = _collect([_struct_region(root) for root in roots], pointers + arguments)
-        arguments += [0] * (6 - len(arguments))
-        recording.records.append(Record(name, dtype, kind, arguments, regions))
+    def is_wanted(name: str, dtype: int = -1) -> bool:
+        counts[name, dtype] += 1
+        return most_of_kind is None or counts[name, dtype] <= most_of_kind
 
-    def run(call: Any, step: Any) -> None:
-        addresses = [ctypes.addressof(call), ctypes.addressof(step)]
-        add(Op(call.op).name, call.dtype, RUN, addresses, [call, step])
-        own[0](call, step)
+    def add(name: str, kind: int, arguments: list[int], *roots: Struct) -> None:
+        existing = _existing()
+        pointers = [word for root in roots for word in _pointers(root)]
+        regions = _reached(existing, [_struct_region(r) for r in roots], pointers + arguments)
+        is_known = all(any(r.holds(word) for r in regions) for word in pointers)
+        if not is_known or sum(region.size for region in regions) > MOST_BYTES:
+            recording.left_out[name] += 1
+            return
+        for region in regions:
+            region.data = ctypes.string_at(region.address, region.size)
+        arguments += [0] * (6 - len(arguments))
+        dtype = getattr(roots[0], "dtype", -1) if roots else -1
+        out_dtype = getattr(roots[0], "out_dtype", dtype) if roots else -1
+        recording.records.append(Record(name, dtype, out_dtype, kind, arguments, regions))
+
+    def run_all(addresses: ctypes.Array, step: Step) -> None:
+        calls: dict[int, Call] = {}
+        for address in addresses:
+            op, dtype = (ctypes.c_int32 * 2).from_address(address)
+            name = Op(op).name
+            if is_wanted(name, dtype):
+                calls = calls or _calls()
+                if address in calls:
+                    words = [address, ctypes.addressof(step)]
+                    add(name, RUN, words, calls[address], step)
+                else:
+                    recording.left_out[name] += 1
+            own[0]((ctypes.c_void_p * 1)(address), step)
 
     def pack_linear(*arguments: int) -> None:
-        add("pack_linear", -1, PACK_LINEAR, list(arguments), [])
+        if is_wanted("pack_linear"):
+            add("pack_linear", PACK_LINEAR, list(arguments))
         own[1](*arguments)
 
-    def pack_blocks(rows: int, count: int, blocks: int, layout: Any, *packed: int) -> None:
-        arguments = [rows, count, blocks, ctypes.addressof(layout), *packed]
-        add("pack_blocks", -1, PACK_BLOCKS, arguments, [layout])
+    def pack_blocks(rows: int, count: int, blocks: int, layout: Struct, *packed: int) -> None:
+        if is_wanted("pack_blocks"):
+            arguments = [rows, count, blocks, ctypes.addressof(layout), *packed]
+            add("pack_blocks", PACK_BLOCKS, arguments, layout)
         own[2](rows, count, blocks, layout, *packed)
 
-    replaced = {"run": run, "pack_linear": pack_linear, "pack_blocks": pack_blocks}
+    replaced = {"run_all": run_all, "pack_linear": pack_linear, "pack_blocks": pack_blocks}
     vars(library).update(replaced)
     try:
         yield recording

@@ -1,5 +1,5 @@
-"""Native kernels for aarch64 have the bits of AVX2: calls of every operation are recorded, and
-replayed by the library that a cross compiler makes, under qemu's user-mode emulation.
+"""Native kernels for aarch64 have the bits of AVX2: the calls that other tests make are recorded,
+and replayed by the library that a cross compiler makes, under qemu's user-mode emulation.
 
     pytest -m aarch64
 """
@@ -7,21 +7,22 @@ replayed by the library that a cross compiler makes, under qemu's user-mode emul
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from quire.kernels.cpu.native.calls import BF16
+from quire.kernels.cpu.native.calls import BF16, Op
 from quire.kernels.cpu.native.library import library
 from quire.tests.kernels import cases
 from quire.tests.kernels.native.compiled import HERE, compile_library, find_compiler
 from quire.tests.kernels.native.crossed import Recording, recorded
-from quire.tests.kernels.native.test_isas import NATIVE, native
-from quire.tests.kernels.test_parity import label
+from quire.tests.kernels.native.test_isas import native
 
 COMPILER, QEMU = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
 SYSTEM = Path("/usr/aarch64-linux-gnu")  # the cross compiler's C library
@@ -41,6 +42,28 @@ OWN_BITS = (
     "ENCODER_ATTENTION",
     "ADD_LORA",
 )
+# Tests whose calls are replayed, and which of their cases
+RECORDED = (
+    "test_attention.py",
+    "test_gguf.py",
+    "test_linear.py",
+    "test_isas.py",
+    "test_passes.py",
+    "test_program.py",
+    "test_quantized.py",
+    "test_sampling.py",
+    "test_states.py",
+    "../test_logits.py",
+    "../test_moe.py",
+)
+CASES = (
+    "not amx and not avx512 and not emulation and (avx2 and agrees_with_torch or cache_in_int8 "
+    "or embeddings_are or experts or counts or softmax or sigmoid or weights_of or test_sampling "
+    "or test_logits or rows_of_a or gives_the_bits or steps or rotation_and_write)"
+)
+# EXTERNAL calls a function of this process; the two others wait for other processes.
+NOT_REPLAYED = {"EXTERNAL", "ALL_REDUCE", "ALL_GATHER"}
+REPLAYED = [op.name for op in Op if op.name not in NOT_REPLAYED] + ["pack_linear", "pack_blocks"]
 TOLERANCE = 2**-6  # a unit or two in the last place of bf16
 
 pytestmark = [
@@ -116,20 +139,45 @@ def differences(before: bytes, expected: bytes, result: bytes, dtype: int) -> fl
     return float(np.nan_to_num(np.abs(want - have)[apart] / size, nan=np.inf).max())
 
 
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """The calls of RECORDED, on AVX2."""
+    path = Path(os.environ.get("QUIRE_RECORDED") or tmp_path_factory.mktemp("calls") / "recorded")
+    if not path.exists():
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "0",
+            "--timeout=0",
+            "-m",
+            "not sanitizers",
+        ]
+        command += ["-p", "quire.tests.kernels.native.record_calls", "-k", CASES]
+        done = subprocess.run(
+            [*command, *(str(HERE / name) for name in RECORDED)],
+            env=os.environ | {"QUIRE_RECORDED": str(path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-4000:]
+    return pickle.loads(path.read_bytes())
+
+
 @pytest.mark.parametrize("isa", PROCESSORS)
-@pytest.mark.parametrize(("op", "dtype"), NATIVE, ids=label)
-def test_results_are_those_of_avx2(replayer, isa, op, dtype):
-    torch.manual_seed(0)
-    with recorded() as recording:
-        for case in cases.MODEL_OPS[op](dtype):
-            case.run(native(op).function)
-    assert recording.records
-    expected, results = replayer.run(recording, "avx2"), replayer.run(recording, isa)
-    for record, here, there in zip(recording.records, expected, results, strict=True):
+@pytest.mark.parametrize("name", REPLAYED)
+def test_results_are_those_of_avx2(replayer, recording, isa, name):
+    calls = Recording([record for record in recording.records if record.name == name])
+    assert calls.records, f"no test of {RECORDED} calls it"
+    expected, results = replayer.run(calls, "avx2"), replayer.run(calls, isa)
+    for record, here, there in zip(calls.records, expected, results, strict=True):
         rounds_otherwise = isa == "neon_bf16" and record.dtype == BF16 and record.name in OWN_BITS
         for region, want, have in zip(record.regions, here, there, strict=True):
-            apart = differences(region.data, want, have, record.dtype)
-            assert apart <= (TOLERANCE if rounds_otherwise else 0), (record.name, region.size)
+            apart = differences(region.data, want, have, record.out_dtype)
+            assert apart <= (TOLERANCE if rounds_otherwise else 0), region.size
 
 
 def outputs(recording: Recording, results: list[list[bytes]]) -> list[bytes]:

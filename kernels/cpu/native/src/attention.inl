@@ -45,6 +45,9 @@ struct Plan {
         return (tokens * group + 8) * std::min(r.context, range.window + tokens);
     }
 
+    // a request may have no tokens, and then has no items
+    static int64_t at_least_1(int64_t n) { return std::max<int64_t>(n, 1); }
+
     // number_bytes: of a number in the cache
     Plan(const Attention& a, const Step& step, int num_threads, int64_t number_bytes, void* memory)
         : range{a.sliding_window ? a.sliding_window : EVERYTHING, (float)(a.softcap * LOG2_E)} {
@@ -72,8 +75,9 @@ struct Plan {
             if (num_threads > 1 && cost_of_tile(r) * num_threads * 2 > total)
                 r.splits = ceil_div(r.context, SPLIT) - r.first_split;
             // at least four items of this size for each thread
-            const int64_t fair = total * r.splits / (4 * num_threads * cost_of_tile(r));
-            const int64_t fitting = std::min(ITEM_ROWS / (r.num_tokens * group), heads_of_tile);
+            const int64_t fair = total * r.splits / (4 * num_threads * at_least_1(cost_of_tile(r)));
+            const int64_t num_rows = at_least_1(r.num_tokens * group);
+            const int64_t fitting = std::min(ITEM_ROWS / num_rows, heads_of_tile);
             r.item_heads = std::clamp<int64_t>(std::min(fair, fitting), 1, kv_heads);
             r.first_item = num_items, r.first_partial = num_partials, r.first_join = num_joins;
             num_items += tiles_of(r) * r.splits * head_sets_of(r);

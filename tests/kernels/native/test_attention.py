@@ -205,6 +205,21 @@ def test_a_token_is_the_same_bits_in_any_chunk_batch_and_pool(kind, data):
     )
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_requests_without_tokens_take_no_part(kind, num_threads):
+    """As in rows that pad a batch, with and without a context."""
+    torch.manual_seed(12)
+    requests = [make_request(30, (6, 2, 32), kind) for _ in range(3)]
+    cache = Cache(requests, 16)
+    for sizes in ([0, 0, 0], [5, 0, 7], [1, 3, 1], [1, 0, 1], [0, 0, 1], [0, 0, 0]):
+        library.set_num_threads(num_threads)
+        for request, size, result in zip(
+            requests, sizes, cache.step(requests, [0, 1, 2], sizes), strict=True
+        ):
+            assert same_bits(result, request.expected[request.computed - size : request.computed])
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("options", [(), (70,), (SPLIT + 5, 4.0, make_sinks(6))], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)

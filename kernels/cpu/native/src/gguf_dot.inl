@@ -3,6 +3,24 @@
 // numbers of an output are an exact sum of products, times the scale of x, times that of the
 // weights.
 
+#ifdef QUIRE_I8MM
+// The exact sums of a part of a block by products of matrices, for add_block
+template <typename F, int ROWS, int VECTORS, typename Stored>
+inline ALWAYS_INLINE void sum_pairs(const int8_t* numbers, int64_t stride, const int32_t* terms,
+                                    int64_t terms_stride, int part, Stored stored, Ints* sum) {
+    constexpr int LINES = BLOCK_SIZE / 4 / F::PARTS_OF_32;
+    PairsOfSums<ROWS, VECTORS> pairs([&](int row) ALWAYS_INLINE {
+        return F::OFFSET && !F::SIGNED ? terms[row * terms_stride + part] : 0;
+    });
+    written_out<LINES / 2>([&](int i) ALWAYS_INLINE {
+        const int line = part * LINES + 2 * i;
+        pairs.add(numbers + 4 * line, stride,
+                  [&](int next, int v) ALWAYS_INLINE { return stored(line + next, v); });
+    });
+    pairs.copy_to(sum);
+}
+#endif
+
 // Adds 32 numbers of x, block `block` of its rows, times those of VECTORS vectors of outputs.
 // stored(line, v) are four numbers of each output of vector v, scale(part, v) and least(v) their
 // scales.
@@ -18,13 +36,20 @@ inline ALWAYS_INLINE void add_block(const QuantizedRows<F>& x, int64_t block, St
     const int32_t* terms = x.all_terms + block * (F::TERMS / BLOCKS);
     written_out<F::PARTS_OF_32>([&](int part) ALWAYS_INLINE {
         Ints sum[SUMS];
-        written_out<ROWS>([&](int row) ALWAYS_INLINE {
+#ifdef QUIRE_I8MM
+        constexpr int ALONE = ROWS > 1 ? 0 : ROWS;  // rows that are not in pairs
+        if constexpr (!ALONE)
+            sum_pairs<F, ROWS, VECTORS>(numbers, stride, terms, terms_stride, part, stored, sum);
+#else
+        constexpr int ALONE = ROWS;
+#endif
+        written_out<ALONE>([&](int row) ALWAYS_INLINE {
             Ints start;
             if constexpr (F::SIGNED) start = Ints::start_of_fours(terms[row * terms_stride]);
             else if constexpr (F::OFFSET) start = Ints::repeat32(terms[row * terms_stride + part]);
             written_out<VECTORS>([&](int v) ALWAYS_INLINE { sum[row * VECTORS + v] = start; });
         });
-        written_out<LINES / RUN>([&](int run) ALWAYS_INLINE {
+        written_out<ALONE ? LINES / RUN : 0>([&](int run) ALWAYS_INLINE {
             constexpr bool APART = !F::SIGNED && Ints::SUMS_OF_HALVES;
             Ints halves[SUMS];
             written_out<RUN>([&](int i) ALWAYS_INLINE {

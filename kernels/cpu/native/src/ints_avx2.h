@@ -2,6 +2,8 @@
 // with 64 bytes. Include after vec_avx2.h.
 #pragma once
 
+constexpr int MAX_EXACT_SUMS = 10;  // of 16 registers
+
 struct Ints {
     static constexpr int BYTES = 32;
     __m256i v;

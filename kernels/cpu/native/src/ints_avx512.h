@@ -2,6 +2,8 @@
 // after vec_avx512.h.
 #pragma once
 
+constexpr int MAX_EXACT_SUMS = 16;  // of 32 registers
+
 struct Ints {
     static constexpr int BYTES = 64;
     __m512i v;

@@ -2,6 +2,8 @@
 // Include after vec_neon.h.
 #pragma once
 
+constexpr int MAX_EXACT_SUMS = 12;  // of two of the 32 registers
+
 struct TwoInts {
     uint8x16_t low, high;
 };
@@ -145,6 +147,52 @@ private:
 #endif
     }
 };
+
+#ifdef QUIRE_I8MM
+// Exact sums of two rows for the outputs of an Ints: tiles of 2 rows and 2 outputs, to which one
+// instruction (smmla) adds the products of 2 x 8 and 8 x 2 bytes.
+struct TwoRowsOfInts {
+    using Numbers = int8x16_t;
+    int32x4_t tiles[4];
+
+    TwoRowsOfInts() = default;
+    TwoRowsOfInts(int32_t first, int32_t second) {
+        for (int32x4_t& tile : tiles) tile = int32x4_t{first, first, second, second};
+    }
+
+    // Eight numbers of each row
+    static Numbers numbers(const int8_t* first, const int8_t* second) {
+        return vcombine_s8(vld1_s8(first), vld1_s8(second));
+    }
+    // Eight numbers of each output, from two lines of four
+    struct Columns {
+        Numbers of_two[4];
+        Columns(Ints line, Ints next) {
+            zip(line.v.low, next.v.low, of_two), zip(line.v.high, next.v.high, of_two + 2);
+        }
+
+    private:
+        static void zip(uint8x16_t line, uint8x16_t next, Numbers* to) {
+            const uint32x4_t a = vreinterpretq_u32_u8(line), b = vreinterpretq_u32_u8(next);
+            to[0] = vreinterpretq_s8_u32(vzip1q_u32(a, b));
+            to[1] = vreinterpretq_s8_u32(vzip2q_u32(a, b));
+        }
+    };
+    void add(Numbers rows, const Columns& columns) {
+        for (int i = 0; i < 4; i++) {
+            tiles[i] = vmmlaq_s32(tiles[i], rows, columns.of_two[i]);
+            asm("" : "+w"(tiles[i]));  // computed here
+        }
+    }
+    Ints row(int i) const { return {half(i, tiles[0], tiles[1]), half(i, tiles[2], tiles[3])}; }
+
+private:
+    static int32x4_t half(int i, int32x4_t left, int32x4_t right) {
+        const int64x2_t a = vreinterpretq_s64_s32(left), b = vreinterpretq_s64_s32(right);
+        return vreinterpretq_s32_s64(i ? vzip2q_s64(a, b) : vzip1q_s64(a, b));
+    }
+};
+#endif
 
 // Forces x to be computed here.
 inline Ints settled(Ints x) {

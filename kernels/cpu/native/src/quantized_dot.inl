@@ -7,8 +7,6 @@ inline int32_t four_at(const int8_t* p) {
     return four;
 }
 
-constexpr int MAX_EXACT_SUMS = Vec::LANES == 16 ? 16 : 10;  // of 32 or 16 registers
-
 // A block of each panel, `apart` bytes apart
 struct Blocks {
     const char* first;
@@ -25,6 +23,47 @@ struct Blocks {
 inline const char* vector_at(const char* data, int64_t apart, int i, int64_t bytes) {
     return data + i / PARTS * apart + i % PARTS * bytes;
 }
+
+#ifdef QUIRE_I8MM
+// Exact sums of ROWS rows and VECTORS vectors of outputs by products of matrices: pairs of rows
+// times pairs of outputs. The last of an odd number of rows is multiplied twice.
+template <int ROWS, int VECTORS>
+struct PairsOfSums {
+    static constexpr int PAIRS = (ROWS + 1) / 2;
+    TwoRowsOfInts sums[PAIRS * VECTORS];
+
+    // start(row): the initial value of a row's sums
+    template <typename Start>
+    ALWAYS_INLINE explicit PairsOfSums(Start start) {
+        written_out<PAIRS * VECTORS>([&](int i) ALWAYS_INLINE {
+            sums[i] = TwoRowsOfInts(start(i / VECTORS * 2), start(second_of(i / VECTORS)));
+        });
+    }
+    // Adds eight numbers of each row. weights(i, v): the first or the second four of each output of
+    // vector v
+    template <typename Weights>
+    ALWAYS_INLINE void add(const int8_t* numbers, int64_t stride, Weights weights) {
+        TwoRowsOfInts::Numbers held[PAIRS];
+        written_out<PAIRS>([&](int pair) ALWAYS_INLINE {
+            held[pair] = TwoRowsOfInts::numbers(numbers + 2 * pair * stride,
+                                                numbers + second_of(pair) * stride);
+        });
+        written_out<VECTORS>([&](int v) ALWAYS_INLINE {
+            const TwoRowsOfInts::Columns columns(weights(0, v), weights(1, v));
+            written_out<PAIRS>(
+                [&](int pair) ALWAYS_INLINE { sums[pair * VECTORS + v].add(held[pair], columns); });
+        });
+    }
+    ALWAYS_INLINE void copy_to(Ints* to) const {
+        written_out<ROWS * VECTORS>([&](int i) ALWAYS_INLINE {
+            to[i] = sums[i / VECTORS / 2 * VECTORS + i % VECTORS].row(i / VECTORS % 2);
+        });
+    }
+
+private:
+    static constexpr int second_of(int pair) { return std::min(2 * pair + 1, ROWS - 1); }
+};
+#endif
 
 // A group's exact sums for ROWS rows and PANELS panels, whose blocks are `apart` bytes apart; the
 // group has `size` numbers.
@@ -49,6 +88,19 @@ struct Int8Dot {
                       SHARES = SUMS < 4 ? 4 / SUMS : 1;
         const int64_t stride = x.groups * GROUP;
         const int8_t* numbers = x.numbers + group * GROUP;
+#ifdef QUIRE_I8MM
+        if constexpr (ROWS > 1) {
+            PairsOfSums<ROWS, VECTORS> pairs([](int) ALWAYS_INLINE { return 0; });
+#pragma GCC unroll 1
+            for (int64_t k = 0; k < size; k += 8, block += 8 * PANEL, numbers += 8) {
+                soon.ask_for<PANELS>(k * LINE_OF_K), soon.ask_for<PANELS>((k + 4) * LINE_OF_K);
+                pairs.add(numbers, stride, [&](int i, int v) ALWAYS_INLINE {
+                    return Ints::load(vector_at(block + i * 4 * PANEL, apart, v, Ints::BYTES));
+                });
+            }
+            return pairs.copy_to(sums);
+        }
+#endif
         Ints sum[SHARES][SUMS];
         written_out<ROWS>([&](int row) ALWAYS_INLINE {
             Ints start = Ints::start_of_fours(x.term(row, group, 0));

@@ -30,7 +30,7 @@ from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_schemas import closed_schema
 from ...ipc.models.gguf import is_gguf
 from ...ipc.params import StructuredOutputsParams
-from .schema_drafts import OLD_DRAFT, without_ignored
+from .schema_drafts import without_ignored
 from .schema_merging import merged
 from .schema_rewriting import MAX_WAYS, rewritten
 from .schema_values import TooManyError, UnsayableError, escape
@@ -123,7 +123,7 @@ def to_llguidance(params: StructuredOutputsParams) -> str:
 def _of_its_draft(params: StructuredOutputsParams) -> StructuredOutputsParams:
     """`params` without what the schema's draft ignores, where llguidance would apply it."""
     assert isinstance(params.json, str)  # they are normalized
-    if '"$ref"' not in params.json or not OLD_DRAFT.search(params.json):
+    if '"$ref"' not in params.json or "draft-0" not in params.json:
         return params  # so that most schemas are not read twice
     try:
         read = json.loads(params.json)
@@ -132,7 +132,9 @@ def _of_its_draft(params: StructuredOutputsParams) -> StructuredOutputsParams:
         return params
     if made == read:
         return params
-    return msgspec.structs.replace(params, json=json.dumps(made, ensure_ascii=False))
+    if params.disable_additional_properties:
+        made = closed_schema(made)
+    return _with_schema(params, json.dumps(made, ensure_ascii=False))
 
 
 def _rewritten(params: StructuredOutputsParams, error: str) -> Iterator[StructuredOutputsParams]:

@@ -11,7 +11,7 @@ from typing import Any
 from .schema_combinations import Schema
 from .schema_values import ANNOTATIONS
 
-OLD_DRAFT = re.compile(r"https?://json-schema\.org/draft-0[3-7]/")
+_OLD_DRAFT = re.compile(r"https?://json-schema\.org/draft-0[3-7]/")
 _SCHEMAS_BY_NAME = frozenset(
     ("properties", "patternProperties", "$defs", "definitions", "dependencies")
 )
@@ -24,7 +24,7 @@ def without_ignored(schema: Schema) -> Schema:
 
     Raises RecursionError for one that nests too deeply.
     """
-    is_old = isinstance(schema, dict) and OLD_DRAFT.match(str(schema.get("$schema")))
+    is_old = isinstance(schema, dict) and _OLD_DRAFT.match(str(schema.get("$schema")))
     return _without(schema) if is_old else schema
 
 

@@ -149,6 +149,7 @@ class DraftDepth:
         if self._untried is not None:
             self._untried.find([slots[row] for row in rows if not best[row]], self.most)
         if not any(best):
+            self._drafting_host.forget(len(slots))
             seconds = CHOICE_S + CHOICE_S_PER_ROW * len(slots)
             if self.clock is not None:
                 seconds = self.clock() - start
@@ -197,15 +198,22 @@ class DraftDepth:
         return min(0.99, max(0.01, known))
 
     def learn_time(
-        self, num_rows: int, num_passes: int, num_drafted: Sequence[int], seconds: float
+        self,
+        num_rows: int,
+        num_tokens: int,
+        num_passes: int,
+        num_drafted: Sequence[int],
+        seconds: float,
     ) -> None:
-        """Takes the seconds of passes that only decode. num_drafted: drafts of each row that had
-        some; empty: none were wanted, or none found.
+        """Takes the seconds of passes of `num_tokens` tokens without drafts. num_drafted: drafts of
+        each row that had some; empty: none were wanted, or none found.
         """
         if self.clock is None:
-            self._idle_s -= num_passes * self._cost(num_rows)
+            self._idle_s -= num_passes * self._cost(num_tokens)
             return
         self._idle_s -= seconds
+        if num_tokens > num_rows:
+            return  # costs are those of decodes
         if num_drafted:
             seconds -= self._verify_cost(num_rows + sum(num_drafted))
             if self._draft_costs is not None:

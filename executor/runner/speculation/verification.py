@@ -165,10 +165,9 @@ class Speculation:
         self, step: SchedulerOutput, num_passes: int, num_drafted: list[int], seconds: float
     ) -> None:
         """Takes how long passes took, with `num_drafted` drafts of each row that had some."""
-        num_rows = len(step.slots)
-        only_decodes = step.total_num_scheduled_tokens == num_rows
-        if self.depth is not None and only_decodes:
-            self.depth.learn_time(num_rows, num_passes, num_drafted, seconds)
+        if self.depth is not None:
+            num_tokens = step.total_num_scheduled_tokens
+            self.depth.learn_time(len(step.slots), num_tokens, num_passes, num_drafted, seconds)
 
     def is_worth(self, num_rows: int) -> bool:
         """Whether drafts can gain anything in a step of so many rows."""

@@ -496,3 +496,30 @@ def test_the_tokenizer_of_a_gguf_file(tmp_path):
     path.write_bytes(b"GGUF")
     with pytest.raises(InvalidParameterError, match="not possible with this model's tokenizer"):
         GrammarCompiler(str(path), 4, 0).tokenizer
+
+
+def test_what_a_draft_ignores_keeps_a_schema_closed(compiler):
+    """Also for an engine, which compiles what the check has read."""
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "definitions": {"t": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+        "properties": {"x": {"$ref": "#/definitions/t", "description": "one", "minProperties": 1}},
+    }
+    params = normalize(StructuredOutputsParams(json=schema, disable_additional_properties=True))
+    _, said = compiler.compile_said(params)
+    for text, is_good in (('{"x": {}}', True), ('{"x": {"b": 1}}', False), ('{"y": 1}', False)):
+        for one in (params, said):
+            matcher = compiler.compile(one)
+            is_taken = matcher.consume_tokens(compiler.tokenizer.tokenize_str(text))
+            assert (is_taken and matcher.is_accepting()) == is_good, (text, one)
+
+
+def test_a_draft_is_recognised_with_escaped_slashes(compiler):
+    text = json.dumps(
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "definitions": {"t": {"type": "string"}},
+            "properties": {"a": {"$ref": "#/definitions/t", "maxLength": 1}},
+        }
+    ).replace("/", "\\/")
+    assert accepts(compiler, '{"a": "long"}', json=text)

@@ -70,7 +70,7 @@ def test_a_refused_request_is_tried_again_and_a_new_one_starts_afresh():
     chosen = []
     for _ in range(2 * MOST_PASSES_WITHOUT):
         chosen.append(depth.choose(step(1))[0])
-        depth.learn_time(1, 1, [], 1.0)
+        depth.learn_time(1, 1, 1, [], 1.0)
     assert sorted(set(chosen)) == [0, 1] and chosen.count(1) <= 2
     depth._batch.entries[0] += 1
     depth._batch.num_added += 1
@@ -92,16 +92,27 @@ def test_what_the_host_takes_is_learned_and_forgotten():
     depth = DraftDepth(7, batch, PassCosts({1: 1e-3, 8: 1.2e-3}), clock=Clock())
     assert depth.choose(step(1))[0] and depth.can_gain(1)
     for _ in range(40):
-        depth.learn_time(1, 1, [7], 1.2e-3 + 9e-3)  # nine milliseconds beside the model
+        depth.learn_time(1, 1, 1, [7], 1.2e-3 + 9e-3)  # nine milliseconds beside the model
     assert depth.choose(step(1)) == [0] and not depth.can_gain(1)
     assert depth.can_gain(4)  # of other numbers of rows nothing is known
     for _ in range(40):
-        depth.learn_time(1, 8, [], 8 * (1e-3 + 9e-3))  # passes without drafts have it, too
+        depth.learn_time(1, 1, 8, [], 8 * (1e-3 + 9e-3))  # passes without drafts have it, too
     assert depth.can_gain(1)
     for _ in range(40):
-        depth.learn_time(1, 8, [], 8 * 1e-3)
+        depth.learn_time(1, 1, 8, [], 8 * 1e-3)
     tries = next(n for n in range(10_000) if any(depth.choose(step(1))))
     assert tries > 100  # it costs something to find out
+
+
+def test_steps_with_a_prompt_count_as_time_but_teach_nothing():
+    batch = SimpleNamespace(num_tokens=np.zeros(64), entries=np.ones(64, np.int64), num_added=1)
+    for clock in (None, Clock()):
+        depth = DraftDepth(7, batch, PassCosts(STEEP_MS), clock=clock)
+        depth.learn([0], [7], [0])
+        depth._idle_s, depth._idle_step = 0.01, (1, 1, 1)
+        for _ in range(3):
+            depth.learn_time(1, 512, 1, [], 0.5)
+        assert depth._idle_s < 0 and depth.can_gain(1)
 
 
 def test_choices_of_no_drafts_take_a_small_share_of_the_time():
@@ -131,7 +142,7 @@ def test_choices_of_no_drafts_take_a_small_share_of_the_time():
     for _ in range(1000):
         depth.choose(step(1))
         batch.num_tokens[0] += 8
-        depth.learn_time(1, 8, [], 8e-3)
+        depth.learn_time(1, 1, 8, [], 8e-3)
     assert 8 * CHOICES_SHARE * 0.8 <= found.num_calls / 1000 <= 8 * CHOICES_SHARE * 1.2
 
 

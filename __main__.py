@@ -150,14 +150,16 @@ def run_command(command: str, argv: list[str]) -> int:
     from .ipc.errors import InvalidParameterError, ModelLoadError, QuireError
 
     try:
-        if command in START_AN_ENGINE:
-            from .ipc.early_process import begin_early_process, end_early_process
-
-            begin_early_process(argv)
         try:
+            if command in START_AN_ENGINE:
+                from .ipc.early_process import begin_early_process
+
+                begin_early_process(argv)
             return import_module(f".frontend.cli.{command}", __package__).main(argv)
         finally:
             if command in START_AN_ENGINE:
+                from .ipc.early_process import end_early_process
+
                 end_early_process()
     except (InvalidParameterError, ModelLoadError) as error:
         return fail(error, EXIT_USAGE)

@@ -11,28 +11,27 @@ and the key come from stdin, when its parent has sockets.
 from __future__ import annotations
 
 # Modules that are libraries, or have some, must be imported before: see begin_loading.
-import bz2  # noqa: F401
+import contextlib
 import contextvars  # noqa: F401
 import csv  # noqa: F401
 import hashlib  # noqa: F401
-import lzma  # noqa: F401
 import mmap  # noqa: F401
 import os
 import queue  # noqa: F401
 import secrets  # noqa: F401
 import subprocess  # noqa: F401
 import sys
+import unicodedata  # noqa: F401
 import zlib  # noqa: F401
 
 import msgspec  # noqa: F401
+import zmq  # noqa: F401
 
-from ..ipc import platform_tuning, sockets  # noqa: F401
+from ..ipc import platform_tuning  # noqa: F401
 
-
-def begin() -> None:
-    from ..executor.torch_libraries import begin_loading
-
-    begin_loading()
+with contextlib.suppress(ImportError):  # a Python that was built without them
+    import bz2  # noqa: F401
+    import lzma  # noqa: F401
 
 
 def arguments() -> list[str]:
@@ -51,7 +50,9 @@ def arguments() -> list[str]:
 
 
 if __name__ == "__main__":
-    begin()
+    from ..executor.torch_libraries import begin_loading
+
+    begin_loading()
     from .engine_proc import leave, main
 
     leave(main(arguments()))

@@ -62,7 +62,6 @@ from ..ipc.messages import (
 from ..ipc.process import LEAVE_SIGNAL, STACKS_SIGNAL, SignalPipe, die_with_parent, read_key
 from ..ipc.sockets import KEY_BYTES, MAX_DAEMON_SOCKETS, Wire, ipc_path, make_context
 from ..ipc.systemd import NUM_BLOCKS, Notifier
-from ..ipc.threads import start_in_thread
 from .executor_import import begin_import
 
 if TYPE_CHECKING:
@@ -70,6 +69,7 @@ if TYPE_CHECKING:
 
 GROUP_S = 1.0  # between the Shutdowns of engines that leave together
 PROGRESS_S = 0.02  # between two reports of one stage of the start
+UNMAP_DELAY_S = 1.0  # from the start until pages of libraries may be unmapped, which takes 30 ms
 LEAVE_DELAY_S = 1.0  # see EngineCoreProc.delays_leaving
 # A client of a daemon without requests that sends nothing for so long makes room for another.
 IDLE_S = 60.0
@@ -116,6 +116,7 @@ class EngineCoreProc:
         # have got the signal too, drain, and have more of them.
         self.delays_leaving = False
         self.idle_since: float | None = None  # while it could leave
+        self.unmap_at = math.inf
         self._reported = ("", 0.0)  # the stage, and when by time.monotonic()
         self.notifier = Notifier()
         self.num_overflowed_clients = 0
@@ -201,7 +202,7 @@ class EngineCoreProc:
         self._send_to_all(core.ready)
         self.on_ready(core.ready)
         self.notifier.ready(**{NUM_BLOCKS: core.ready.num_blocks})
-        start_in_thread(platform_tuning.unmap_unchanged)  # it takes 30 ms, mostly of the system
+        self.unmap_at = time.monotonic() + UNMAP_DELAY_S
 
     def _count_transport(self) -> dict[str, int]:
         stats = TransportStats(
@@ -232,10 +233,15 @@ class EngineCoreProc:
             until = min(core.next_deadline or math.inf, self.notifier.due)
             if self.idle_since is not None:
                 until = min(until, self.idle_since + LEAVE_DELAY_S)
+            until = min(until, self.unmap_at)
             self._take_events(block=not self._can_step(core), until=until)
             self.notifier.works()
             if self._can_step(core):
                 self._step(core)
+            elif time.monotonic() >= self.unmap_at:
+                # in this thread, since none may load a library meanwhile
+                self.unmap_at = math.inf
+                platform_tuning.unmap_unchanged()
         if not self.must_leave:
             self._send_to_all(EngineDead("the engine was asked to leave"))
 

@@ -28,9 +28,13 @@ def load_libraries() -> None:
     thread imports the core and handles the configuration.
 
     If another thread is loading them, this waits for it. Functions are found when they are called,
-    since most never are.
+    since most never are; not those of CUDA, where torch tries other files if one lacks a function.
     """
     spec = find_spec("torch")
-    path = os.path.join(os.path.dirname((spec and spec.origin) or ""), "lib", "libtorch_python.so")
+    if spec is None or spec.origin is None:
+        return
+    directory = os.path.join(os.path.dirname(spec.origin), "lib")
+    path = os.path.join(directory, "libtorch_python.so")
     if os.path.isfile(path):
-        _dlopen(os.fsencode(path), os.RTLD_LAZY)
+        has_cuda = os.path.isfile(os.path.join(directory, "libtorch_cuda.so"))
+        _dlopen(os.fsencode(path), os.RTLD_NOW if has_cuda else os.RTLD_LAZY)

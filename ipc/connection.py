@@ -83,12 +83,11 @@ class Connection:
         early: EarlyEngineProcess | None = None,
     ) -> None:
         """Starts the engine. early: it runs already, and this connection owns it from now on."""
+        self.process, wire = early, self.wire
         self._bind(os.geteuid())
-        wire = self.wire
         if early is None:
             self.process = EngineProcess(command, wire.name, wire.key, max_message_bytes)
         else:
-            self.process = early
             early.connect(wire.name, wire.key, max_message_bytes)
         self.pidfd, self.engine_pid = self.process.pidfd, self.process.pid
 

@@ -24,9 +24,8 @@ _waiting: Connection | None = None
 
 @contextmanager
 def early_engine(engine: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Starts the process, unless it runs already (ipc/early_process.py); the first
-    `open_connection` inside takes it, and the end of the context
-    ends a process that was not taken.
+    """Starts the process, unless it runs already (ipc/early_process.py). The first
+    `open_connection` inside takes it. If none does, it is ended with the context.
 
     engine: see `open_connection`. arguments: the engine's, by name, those that were given. Does
     nothing if they ask for another kind of engine or process, which must not import early.

@@ -7,14 +7,26 @@ needed. It imports little, since a start waits for it.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Sequence
 
 from . import platform_tuning
 from .process import EarlyEngineProcess
 
-# with one of these, a command wants help, or an engine of another kind (see early_engine)
-_OTHERS = {"-h", "--help", "--help-all", "--device", "--engine", "--logits-processors"}
+# With one of these, a command may want no engine, another kind (see early_engine), or several.
+_NOT_EARLY = {
+    "-h",
+    "--help",
+    "--help-all",
+    "--api-server-count",
+    "--config",
+    "--device",
+    "--engine",
+    "--logits-processors",
+    "--print-config",
+}
+_VARIABLES = ("QUIRE_CONFIG", "QUIRE_DEVICE", "QUIRE_ENGINE", "QUIRE_LOGITS_PROCESSORS")
 
 _process: EarlyEngineProcess | None = None
 
@@ -25,8 +37,9 @@ def begin_early_process(argv: Sequence[str]) -> None:
     """
     global _process
     names = {argument.partition("=")[0].replace("_", "-") for argument in argv}
-    if platform_tuning.is_enabled() and not names & _OTHERS:
-        with contextlib.suppress(OSError):
+    is_likely = not names & _NOT_EARLY and not any(map(os.environ.get, _VARIABLES))
+    if is_likely and platform_tuning.is_enabled():
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no more threads
             _process = EarlyEngineProcess()
 
 

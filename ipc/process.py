@@ -170,7 +170,11 @@ class ChildProcess:
             os.close(self._parent_write_fd)
             if self._popen is not None:
                 self._popen.kill()
-            self._thread.join()
+            if self._thread.ident is None:  # the system has not started it
+                os.close(key_fd)
+                os.close(stderr_fd)
+            else:
+                self._thread.join()
             os.close(self._stderr_fd)
             raise
 

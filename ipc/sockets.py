@@ -319,9 +319,12 @@ def bind_to_engines(context: zmq.Context, address: str, token: bytes | None) -> 
             _admit(made, address, os.geteuid())
         _for_network(made, address)
         made.sndhwm = made.rcvhwm = MOST_WAITING  # whatever a peer reads
-        made.bind(address)
-        if token is None and (file := _file_of(address)) is not None:
-            file.chmod(0o600)
+        before = os.umask(0o177) if token is None else None  # for nobody else at any moment
+        try:
+            made.bind(address)
+        finally:
+            if before is not None:
+                os.umask(before)
     except zmq.ZMQError:
         made.close()
         raise

@@ -99,7 +99,7 @@ def _needed(config: EngineConfig, files: list[Path]) -> tuple[int, int]:
     if device_config.device != "cpu" or device_config.cpu_isa == "none":
         return 0, 0
     if is_gguf(Path(model_config.model)):
-        # blocks take as much as in the file; reading its header would cost more than it saves
+        # blocks take as much as in the file
         num_bytes = sum(path.stat().st_size for path in files)
         return (0, 0) if model_config.quantization else (num_bytes, num_bytes)
     shapes = matrices(files)

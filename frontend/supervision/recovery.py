@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from ...ipc import platform_tuning
 from ...ipc.config import EngineConfig
 from ...ipc.errors import EngineStartError, ModelLoadError
 from ...ipc.messages import Ready
@@ -37,7 +38,8 @@ class Successors:
     ):
         # Half of a start is imports, which need no configuration (see early_engine).
         device = config.device_config.device
-        imports_for = None if config.model_config.logits_processors else device
+        is_early = platform_tuning.is_enabled() and not config.model_config.logits_processors
+        imports_for = device if is_early else None
         early = engine_command(imports_for=imports_for)
         self.config = config
         self.address = engine

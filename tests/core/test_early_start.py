@@ -28,3 +28,22 @@ def test_libraries_of_other_modules_are_loaded_before() -> None:
         [sys.executable, "-P", "-c", SCRIPT], check=True, capture_output=True, text=True
     )
     assert json.loads(done.stdout) == []
+
+
+WITHOUT_LIBRARIES = """
+import importlib.util, sys
+sys.modules["bz2"] = sys.modules["lzma"] = None  # as in a Python that was built without them
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == "torch" else find_spec(name)
+from quire.core import early_start
+from quire.executor.torch_libraries import load_libraries
+load_libraries()
+print("libtorch" in open("/proc/self/maps").read())
+"""
+
+
+def test_a_python_without_some_libraries_and_without_torch_starts() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIBRARIES], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("False\n", "")

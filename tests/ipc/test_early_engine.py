@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -81,6 +82,15 @@ def test_no_process_starts_before_a_command_line_with_these(argv):
     assert early_process.take_early_process() is None
 
 
+@pytest.mark.parametrize(
+    "variable", ["QUIRE_ENGINE", "QUIRE_DEVICE", "QUIRE_CONFIG", "QUIRE_LOGITS_PROCESSORS"]
+)
+def test_no_process_starts_where_a_variable_may_want_another_engine(variable, monkeypatch):
+    monkeypatch.setenv(variable, "x")
+    early_process.begin_early_process([])
+    assert early_process.take_early_process() is None
+
+
 @pytest.mark.parametrize("arguments", [{"device": "cuda"}, {"logits_processors": ["x:y"]}])
 def test_a_process_that_the_settings_do_not_allow_ends(arguments):
     before, files = children(), len(os.listdir("/proc/self/fd"))
@@ -120,3 +130,14 @@ def test_a_limit_of_the_system_is_no_error_yet(monkeypatch):
     monkeypatch.setattr(early_process, "EarlyEngineProcess", start)
     early_process.begin_early_process([])
     assert early_process.take_early_process() is None
+
+
+def test_a_limit_of_threads_is_no_error_yet(monkeypatch):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    early_process.begin_early_process([])
+    assert early_process.take_early_process() is None
+    assert len(os.listdir("/proc/self/fd")) == files

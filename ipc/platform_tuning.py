@@ -5,7 +5,8 @@ Must not know: what the process does.
 
 `QUIRE_PLATFORM_TUNING=0` turns off all of it, and what starts early because of it
 (ipc/early_process.py, ipc/early_engine.py, executor/torch_libraries.py,
-executor/weights/early_memory.py, executor/lean_import.py). No result depends on any of it. tests/bench/LEDGER.md has the gain of each under "Platform tuning".
+executor/weights/early_memory.py, executor/lean_import.py). No result depends on any of it.
+tests/bench/LEDGER.md has the gain of each under "Platform tuning".
 """
 
 from __future__ import annotations

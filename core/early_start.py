@@ -34,6 +34,12 @@ with contextlib.suppress(ImportError):  # a Python that was built without them
     import lzma  # noqa: F401
 
 
+def begin() -> None:
+    from ..executor.torch_libraries import begin_loading
+
+    begin_loading()
+
+
 def arguments() -> list[str]:
     """engine_proc's arguments. Ends the process if its parent is gone."""
     given = sys.argv[2:]
@@ -50,9 +56,7 @@ def arguments() -> list[str]:
 
 
 if __name__ == "__main__":
-    from ..executor.torch_libraries import begin_loading
-
-    begin_loading()
+    begin()
     from .engine_proc import leave, main
 
     leave(main(arguments()))

@@ -287,6 +287,7 @@ def test_a_step_that_fails_while_a_utility_waits_ends_the_engine(call_for):
     call's own, the requests would hang.
     """
     core, _, _ = started(async_scheduling=True)
+    core.executor.thread.submit(lambda: None).result()  # the step before has ended
     core.executor.raise_at_step = 0
     step(core)  # submits the failing step
     answers: list[UtilityResult] = []

@@ -330,7 +330,6 @@ class EngineServer(AcceptingServer):
         self._args = args
         self._engine = engine
         self._on_ready = on_ready
-        self._has_ended_engine = False
         self._ignores_interrupts = ignores_interrupts()
         self._batches = runner_of(app if isinstance(app, App) else cast(App, app.app), models)
         self._running_batches: asyncio.Task[None] | None = None
@@ -348,9 +347,12 @@ class EngineServer(AcceptingServer):
         if sig == signal.SIGINT:
             self._captured_signals.append(sig)
 
-    def _set_draining(self, is_draining: bool) -> None:
+    def _states(self) -> tuple[ServerState, ...]:
         slots = self.models.slots.values() if self.models is not None else ()
-        for state in (self.state, *(slot.state for slot in slots)):
+        return (self.state, *(slot.state for slot in slots))
+
+    def _set_draining(self, is_draining: bool) -> None:
+        for state in self._states():
             state.begin_drain(is_draining=is_draining)
 
     def _on_hangup(self) -> None:
@@ -392,12 +394,13 @@ class EngineServer(AcceptingServer):
         if self.models is not None:
             return self.models.note_deaths()
         engine = self.state.engine
-        if engine is not None and self.failure is None and not self._has_ended_engine:
+        if engine is not None and self.failure is None and not self.state.has_ended_engine:
             self.failure = engine.dead_error
 
     async def _end_engine(self) -> None:
         """Shuts the engine down. Its requests receive an error."""
-        self._has_ended_engine = True
+        for state in self._states():
+            state.begin_end()
         if self.models is not None:
             await self.models.shutdown()
         if self.state.engine is not None:

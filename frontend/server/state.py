@@ -106,6 +106,7 @@ class ServerState:
         self.model_name = model_name
         self.loading = LoadProgress()
         self.is_draining = False
+        self.has_ended_engine = False  # the server itself, at its end
         self.is_on_demand = is_on_demand
         self._is_loading = False  # on demand
         self.started = time.time()  # seconds since 1970
@@ -188,6 +189,10 @@ class ServerState:
         if is_draining and self.engine is not None:
             self.engine.client.begin_drain()
 
+    def begin_end(self) -> None:
+        """Requests that receive an EngineDeadError from now on are told that the server ends."""
+        self.has_ended_engine = True
+
     def clear_engine(self) -> None:
         """Clears an engine on demand that has ended. No request uses it any more."""
         self.engine = self.admission = None
@@ -262,10 +267,10 @@ class ServerState:
         return self.admission
 
     def explain(self, error: BaseException, request: str, request_id: str) -> ApiError:
-        """Does the same as from_exception, but reports an engine that stops during the server's
-        shutdown as the shutdown. An internal error is logged, since the answer refers to the log.
+        """Does the same as from_exception, but reports an engine that the server has ended as the
+        server's shutdown. An internal error is logged, since the answer refers to the log.
         """
-        if self.is_draining and isinstance(error, EngineDeadError):
+        if self.has_ended_engine and isinstance(error, EngineDeadError):
             return shutting_down()
         refusal = from_exception(error)
         if refusal.status == 500 and refusal.cause is not None:  # the engine's, which has no trace

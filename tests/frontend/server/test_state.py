@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from quire import InvalidParameterError
+from quire import EngineDeadError, InvalidParameterError
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.state import ServerState, read_template
@@ -58,6 +58,15 @@ def test_draining_refuses() -> None:
     state = ServerState(ServerConfig(), "m")
     state.is_draining = True
     assert refusal(state).code == "shutting_down"
+
+
+def test_an_engine_that_dies_while_the_server_drains_is_the_reason() -> None:
+    state = ServerState(ServerConfig(), "m")
+    state.begin_drain()
+    error = EngineDeadError("the engine process was killed by SIGKILL")
+    assert state.explain(error, "POST /v1/completions", "r").code == "engine_dead"
+    state.begin_end()
+    assert state.explain(error, "POST /v1/completions", "r").code == "shutting_down"
 
 
 def test_models_by_name() -> None:

@@ -64,6 +64,7 @@ CASES = (
 # EXTERNAL calls a function of this process; the two others wait for other processes.
 NOT_REPLAYED = {"EXTERNAL", "ALL_REDUCE", "ALL_GATHER"}
 REPLAYED = [op.name for op in Op if op.name not in NOT_REPLAYED] + ["pack_linear", "pack_blocks"]
+WRITES = ("WRITE_KV", "ROTARY_AND_WRITE_KV")
 TOLERANCE = 2**-6  # a unit or two in the last place of bf16
 
 pytestmark = [
@@ -139,10 +140,17 @@ def differences(before: bytes, expected: bytes, result: bytes, dtype: int) -> fl
     return float(np.nan_to_num(np.abs(want - have)[apart] / size, nan=np.inf).max())
 
 
-def are_equal(expected: bytes, result: bytes, dtype: int) -> bool:
-    """Whether the bits are equal, but for the signs of NaNs, which processors make differently."""
+def are_equal(expected: bytes, result: bytes, dtype: int, *, is_write: bool) -> bool:
+    """Whether the bits are equal, but for what processors make differently of NaN: its sign, and,
+    where a cache is written, its number in int8.
+    """
     want, have = (numbers(data, dtype).view(np.uint32) for data in (expected, result))
     apart = want != have
+    if apart.any() and is_write:
+        # A vector with a NaN has a NaN for its scale. Its numbers are then what the processor makes
+        # of NaN, 0x80 or 0, and mean nothing.
+        of_nan = bytes.maketrans(b"\x80", b"\0")
+        return expected.translate(of_nan) == result.translate(of_nan)
     signs = want[apart] ^ have[apart] == 0x80000000
     rest = len(want) * (2 if dtype == BF16 else 4)
     is_nan = np.isnan(want[apart].view(np.float32))
@@ -190,7 +198,9 @@ def test_results_are_those_of_avx2(replayer, recording, isa, name):
                 apart = differences(region.data, want, have, record.out_dtype)
                 assert apart <= TOLERANCE, region.size
             else:
-                assert are_equal(want, have, record.out_dtype), region.size
+                assert are_equal(want, have, record.out_dtype, is_write=record.name in WRITES), (
+                    region.size
+                )
 
 
 def outputs(recording: Recording, results: list[list[bytes]]) -> list[bytes]:

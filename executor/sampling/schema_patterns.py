@@ -245,9 +245,10 @@ class _Reading:
         where only the mark of the start, and "text" where anything can come before the items.
         """
         befores = []
-        for name, _ in items:
+        for name, value in items:
             befores.append(before)
-            before = "marked" if name is sre.AT and before != "text" else "text"
+            is_start = name is sre.AT and value in (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING)
+            before = "marked" if is_start and before != "text" else "text"
         for (name, value), at_start in zip(reversed(items), reversed(befores)):
             rest = self._item(name, value, rest, at_start)
         return rest

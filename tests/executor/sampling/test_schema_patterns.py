@@ -80,6 +80,7 @@ def random_pattern(draw: random.Random, depth: int) -> str:
         ("(?<=a)b", "assert"),
         ("(?i)a", "flags"),
         ("a^b", "at_beginning"),
+        ("$^", "at_beginning"),
         ("(?:a(?=b))*", "repeat"),
         ("(", "not understood"),
         ("^.{500}$", "repeat"),

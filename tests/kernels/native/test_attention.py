@@ -205,6 +205,24 @@ def test_a_token_is_the_same_bits_in_any_chunk_batch_and_pool(kind, data):
     )
 
 
+@pytest.mark.parametrize("kind", KINDS[2:], ids=str)
+def test_items_of_some_heads_and_some_pieces(kind):
+    """A decode over a long context, in pieces, with a window and sinks, beside short ones. An item
+    has several KV heads, the last one fewer.
+    """
+    torch.manual_seed(13)
+    options = (4 * SPLIT + 9, 0.0, make_sinks(10))
+    requests = [make_request(length, (10, 5, 32), kind, options) for length in (6 * SPLIT, 40, 3)]
+    cache = Cache(requests, 16)
+    library.set_num_threads(2)
+    cache.step(requests, [0, 1, 2], [len(request.query) - 2 for request in requests], options)
+    for _ in range(2):
+        for request, result in zip(
+            requests, cache.step(requests, [0, 1, 2], [1, 1, 1], options), strict=True
+        ):
+            assert same_bits(result, request.expected[request.computed - 1 : request.computed])
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_requests_without_tokens_take_no_part(kind, num_threads):

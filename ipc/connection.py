@@ -85,11 +85,12 @@ class Connection:
         """Starts the engine. early: it runs already, and this connection owns it from now on."""
         self.process, wire = early, self.wire
         self._bind(os.geteuid())
-        if early is None:
-            self.process = EngineProcess(command, wire.name, wire.key, max_message_bytes)
-        else:
+        if early is not None:
+            started: EngineProcess | EarlyEngineProcess = early
             early.connect(wire.name, wire.key, max_message_bytes)
-        self.pidfd, self.engine_pid = self.process.pidfd, self.process.pid
+        else:
+            started = EngineProcess(command, wire.name, wire.key, max_message_bytes)
+        self.process, self.pidfd, self.engine_pid = started, started.pidfd, started.pid
 
     def attach(self, address: str, token_file: str | None = None) -> None:
         """Asks the daemon at `address` to connect to these sockets.

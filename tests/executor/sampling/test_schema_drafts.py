@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from jsonschema import Draft7Validator
+from jsonschema import Draft4Validator, Draft7Validator
 from quire.executor.sampling.schema_drafts import without_ignored
 from quire.executor.sampling.schema_rewriting import rewritten
 from quire.tests.executor.sampling.test_schema_rewriting import VALUES, followers
@@ -34,3 +34,14 @@ def test_newer_drafts_apply_them() -> None:
     for newer in ({}, {"$schema": "https://json-schema.org/draft/2020-12/schema"}):
         schema = {**newer, "not": {**TEXT, "minLength": 2}, "definitions": DEFINITIONS}
         assert without_ignored(schema) is schema
+
+
+@pytest.mark.parametrize("draft, validator", [(4, Draft4Validator), (7, Draft7Validator)])
+def test_an_id_that_the_draft_ignores_moves_no_reference(draft, validator) -> None:
+    """A draft before 6 has no $id, and one before 2019-09 none beside a $ref."""
+    part = {"$id": "/a", "properties": {"$id": {"type": "string"}, "a": {"$id": "/b", **TEXT}}}
+    schema = {"$schema": f"http://json-schema.org/draft-0{draft}/schema#", "properties": {"b": {}}}
+    schema |= {"definitions": DEFINITIONS, **(part if draft == 4 else part["properties"]["a"])}
+    expected = list(filter(validator(schema).is_valid, VALUES))
+    assert followers(rewritten(without_ignored(schema))) == expected
+    assert "$id" not in str(without_ignored(schema)).replace("'$id': {", "")

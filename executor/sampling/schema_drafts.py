@@ -20,8 +20,8 @@ _VALUES = frozenset(("const", "enum", "default", "examples", "example"))
 
 
 def without_ignored(schema: Schema) -> Schema:
-    """A schema without what its draft ignores: in drafts 3 to 7, the keywords beside a $ref, and $id
-    in drafts 3 and 4. Those that hold definitions or no rule stay. The argument is not changed.
+    """A schema without what its draft ignores: in drafts 3 to 7, the keywords beside a $ref; in 3
+    and 4, $id. Keywords that hold definitions or no rule stay. The argument is not changed.
 
     Raises RecursionError for one that nests too deeply.
     """

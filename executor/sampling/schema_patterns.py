@@ -64,7 +64,7 @@ def are_apart(*patterns: str) -> bool:
     expressions = Expressions()
     try:
         every = expressions.all_of(map(expressions.found, patterns))
-        return not any(_automaton(expressions, every).accepts)
+        return not any(_accepts(expressions, node) for node, _ in _states(expressions, every))
     except PatternError:
         return False
 
@@ -163,7 +163,11 @@ class Expressions:
 
     def found(self, pattern: str) -> Node:
         """The texts in which a pattern is found."""
-        return self.then(self.always, _Reading(self, pattern).whole())
+        whole, start = _Reading(self, pattern).whole(), self.one_of(((START, START),))
+        ways = whole.parts if whole.kind == "or" else (whole,)
+        at_start = [way for way in ways if way.kind == "then" and way.parts[0] is start]
+        others = self.any_of(way for way in ways if way not in at_start)
+        return self.any_of([*at_start, self.then(self.always, others)])
 
     def after(self, node: Node, code: int, known: dict[Node, Node]) -> Node:
         """What must follow after a character. known: the same of other expressions."""
@@ -171,8 +175,7 @@ class Expressions:
             return known[node]
         kind, parts = node.kind, node.parts
         if kind == "set":
-            is_in = any(low <= code <= high for low, high in parts)
-            made = self.empty if is_in else self.never
+            made = self.empty if _is_in(code, parts) else self.never
         elif kind == "empty":
             made = self.never
         elif kind == "then":
@@ -198,6 +201,10 @@ class Expressions:
             if node is before:
                 return node
         raise PatternError(TOO_LARGE)
+
+
+def _is_in(code: int, ranges: Ranges) -> bool:
+    return any(low <= code <= high for low, high in ranges)
 
 
 def _union(*many: Ranges) -> Ranges:
@@ -350,35 +357,77 @@ def _sets(node: Node) -> Iterator[Ranges]:
             left += one.parts
 
 
-def _automaton(expressions: Expressions, expression: Node) -> Automaton:
-    """Raises PatternError for more than MAX_STATES states."""
+def _states(expressions: Expressions, expression: Node) -> Iterator[tuple[Node, dict[int, Ranges]]]:
+    """The states with their edges to the numbers of others, the first one first.
+
+    Raises PatternError for more than MAX_STATES states.
+    """
     bounds = {0, LAST + 1}
-    for ranges in _sets(expression):
+    sets = list(dict.fromkeys(_sets(expression)))
+    for ranges in sets:
         for low, high in ranges:
             bounds |= {low, high + 1}
     starts = sorted(bound for bound in bounds if bound <= LAST)
     spans = list(zip(starts, [*(bound - 1 for bound in starts[1:]), LAST]))
-    classes: dict[tuple[Ranges, ...], list[tuple[int, int]]] = {}
-    sets = list(dict.fromkeys(_sets(expression)))
-    for low, high in spans:  # characters that no part of the expression tells apart
-        key = tuple(one for one in sets if any(a <= low <= b for a, b in one))
-        classes.setdefault(key, []).append((low, high))
+    grouped: dict[tuple[Ranges, ...], list[tuple[int, int]]] = {}
+    for low, high in spans:
+        key = tuple(one for one in sets if _is_in(low, one))
+        grouped.setdefault(key, []).append((low, high))
+    # of characters that no part of the expression tells apart; each is a bit of a mask
+    classes = list(grouped.values())
+    masks: dict[Ranges, int] = {}
     first = expressions.after(expression, START, {})
-    numbers, order, edges = {first: 0}, [first], []
+    numbers, order = {first: 0}, [first]
     caches: list[dict[Node, Node]] = [{} for _ in classes]
+    firsts: dict[Node, frozenset[Ranges]] = {}
     for node in order:  # which grows
+        blocks = [(1 << len(classes)) - 1]
+        for ranges in _first_sets(node, firsts):
+            if (inside := masks.get(ranges)) is None:  # of those above, or a union of some
+                codes = ((i, spans[0][0]) for i, spans in enumerate(classes))
+                inside = sum(1 << i for i, code in codes if _is_in(code, ranges))
+                masks[ranges] = inside
+            blocks = [part for one in blocks for part in (one & inside, one & ~inside) if part]
         found: dict[int, Ranges] = {}
-        for spans, cache in zip(classes.values(), caches):
-            target = expressions.after(node, spans[0][0], cache)
+        for block in blocks:  # one derivative for all characters that the state does not tell apart
+            members = [i for i in range(len(classes)) if block >> i & 1]
+            target = expressions.after(node, classes[members[0]][0][0], caches[members[0]])
             if target not in numbers:
                 if len(order) == MAX_STATES:
                     raise PatternError(TOO_LARGE)
                 numbers[target] = len(order)
                 order.append(target)
             number = numbers[target]
-            found[number] = _union(found.get(number, ()), tuple(spans))
-        edges.append(found)
-    return Automaton(edges, [expressions.after_end(node).matches_empty for node in order])
+            codes = tuple(span for i in members for span in classes[i])
+            found[number] = _union(found.get(number, ()), codes)
+        yield node, found
+
+
+def _first_sets(node: Node, known: dict[Node, frozenset[Ranges]]) -> frozenset[Ranges]:
+    """Those that tell what follows after a character."""
+    if node in known:
+        return known[node]
+    if node.kind == "set":
+        found = frozenset((node.parts,))
+    elif node.kind == "then":
+        parts = node.parts if node.parts[0].matches_empty else node.parts[:1]
+        found = frozenset().union(*(_first_sets(part, known) for part in parts))
+    else:
+        found = frozenset().union(*(_first_sets(part, known) for part in node.parts))
+    known[node] = found
+    return found
+
+
+def _automaton(expressions: Expressions, expression: Node) -> Automaton:
+    """Raises PatternError for more than MAX_STATES states."""
+    states = list(_states(expressions, expression))
+    accepts = [_accepts(expressions, node) for node, _ in states]
+    return Automaton([edges for _, edges in states], accepts)
+
+
+def _accepts(expressions: Expressions, node: Node) -> bool:
+    """Whether a text may end in a state."""
+    return expressions.after_end(node).matches_empty
 
 
 def _smallest(automaton: Automaton) -> Automaton:

@@ -102,3 +102,11 @@ def test_a_large_pattern_is_refused_before_it_takes_long(monkeypatch) -> None:
     monkeypatch.setattr(schema_patterns, "MAX_STATES", 3)
     with pytest.raises(PatternError, match="too large"):
         complement("^abc$")
+
+
+def test_what_differs_at_the_start_is_told_apart_there(monkeypatch) -> None:
+    """Not by states for places further on, where "^" is not found."""
+    monkeypatch.setattr(schema_patterns, "MAX_STATES", 4)
+    assert are_apart("^a" + "b" * 50, "^b" + "a" * 50)
+    assert are_apart("^a" + "b" * 50 + "|^5a", "^b" + "a" * 50)
+    assert not are_apart("^ab", "^a" + "b" * 50)

@@ -121,6 +121,12 @@ class GrammarCheck:
         found = msgspec.msgpack.decode(answer, type=Problem | Rewritten)
         if isinstance(found, Problem):
             raise found.error()
+        if found.max_ways is not None:
+            logger.info(
+                "a schema is narrower than the request's: of the ways in which a branch of oneOf "
+                "can exclude the others, at most %d are kept",
+                found.max_ways,
+            )
         return msgspec.structs.replace(
             params, json=found.schema, disable_additional_properties=False
         )
@@ -208,6 +214,7 @@ class Rewritten(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """The schema that llguidance has read, where it is not the request's."""
 
     schema: str
+    max_ways: int | None  # as in grammar_compiler.Said
 
 
 class Problem(msgspec.Struct, array_like=True, frozen=True, tag=True):
@@ -279,7 +286,7 @@ def _read(pipe: IO[bytes]) -> bytes:
 def answer(compiler: GrammarCompiler, params: StructuredOutputsParams) -> bytes:
     """Empty if the grammar can be used as it is, else a Problem or a Rewritten."""
     try:
-        matcher, said = compiler.compile_said(params)
+        matcher, (said, max_ways) = compiler.compile_said(params)
         compiler.try_out(matcher)
     except InvalidParameterError as error:
         return msgspec.msgpack.encode(Problem(error.parameter, error.problem))
@@ -290,7 +297,7 @@ def answer(compiler: GrammarCompiler, params: StructuredOutputsParams) -> bytes:
     if said is params:
         return b""
     assert isinstance(said.json, str)  # it is normalized
-    return msgspec.msgpack.encode(Rewritten(said.json))
+    return msgspec.msgpack.encode(Rewritten(said.json, max_ways))
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llguidance
 import msgspec
@@ -32,7 +32,7 @@ from ...ipc.models.gguf import is_gguf
 from ...ipc.params import StructuredOutputsParams
 from .schema_drafts import without_ignored
 from .schema_merging import merged
-from .schema_rewriting import MAX_WAYS, rewritten
+from .schema_rewriting import MAX_WAYS, in_ways
 from .schema_values import TooManyError, UnsayableError, escape
 
 MAX_GRAMMAR_BYTES = 512 * 1024  # of a schema, a regex, a grammar, or all choices together, in UTF-8
@@ -42,6 +42,7 @@ MAX_MASK_S = 0.1
 # of schemas with oneOf, the first of which that is not too large is tried
 NUMBERS_OF_WAYS = (MAX_WAYS, 4, 1)
 MAX_REWRITTEN = 200_000  # characters that a schema may grow by, where there are fewer ways
+MERGED_FIRST = 20_000  # characters by which a schema grows that llguidance may merge for seconds
 NUM_WALKS, WALK_TOKENS = 3, 12  # random walks that try a new grammar
 NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 # llguidance's own limits except for the states, of 1 to 2 kB each: the matcher of one request can
@@ -137,9 +138,17 @@ def _of_its_draft(params: StructuredOutputsParams) -> StructuredOutputsParams:
     return _with_schema(params, json.dumps(made, ensure_ascii=False))
 
 
-def _rewritten(params: StructuredOutputsParams, error: str) -> Iterator[StructuredOutputsParams]:
-    """`params` with their schema in llguidance's keywords, and then merged by us, for what
-    llguidance cannot merge. error: llguidance's, without that.
+class Said(NamedTuple):
+    """What llguidance shall read."""
+
+    params: StructuredOutputsParams
+    # in which a branch of oneOf excludes the others; None: as many as there are
+    max_ways: int | None
+
+
+def _rewritten(params: StructuredOutputsParams, error: str) -> Iterator[Said]:
+    """`params` with their schema in llguidance's keywords, and merged by us, for what llguidance
+    cannot merge. error: llguidance's, without that.
 
     Raises InvalidParameterError for what no grammar can say.
     """
@@ -148,7 +157,8 @@ def _rewritten(params: StructuredOutputsParams, error: str) -> Iterator[Structur
         schema = json.loads(params.json)
         if params.disable_additional_properties:
             schema = closed_schema(schema)
-        yield from (_with_schema(params, text) for text in _texts(schema, len(params.json)))
+        for text, max_ways in _texts(schema, len(params.json)):
+            yield Said(_with_schema(params, text), max_ways)
     except UnsayableError as unsayable:
         raise refusal(f"cannot be compiled: {shorten(str(unsayable))}") from None
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as failure:
@@ -157,24 +167,34 @@ def _rewritten(params: StructuredOutputsParams, error: str) -> Iterator[Structur
         raise refusal(f"cannot be compiled: {shorten(error)} (rewriting: {name})") from None
 
 
-def _texts(schema: Any, size: int) -> Iterator[str]:
-    """A schema of `size` characters in llguidance's keywords, each time followed by the same
-    merged, in fewer and fewer ways.
+def _texts(schema: Any, size: int) -> Iterator[tuple[str, int | None]]:
+    """A schema of `size` characters in llguidance's keywords, each time beside the same merged, in
+    fewer and fewer ways as long as that leaves some out.
 
     Raises UnsayableError if nothing was left to try because of it, and as `rewritten` does.
     """
     before, problem = None, None
     for max_ways in NUMBERS_OF_WAYS:
         try:
-            made = rewritten(schema, max_ways)
+            made, leaves_out = in_ways(schema, max_ways)
             text = json.dumps(made, ensure_ascii=False)
             is_last = max_ways == NUMBERS_OF_WAYS[-1]
             if text == before or (len(text) > size + MAX_REWRITTEN and not is_last):
                 continue
             before, problem = text, None
+            ways = max_ways if leaves_out else None
+            is_large = len(text) > size + MERGED_FIRST
+            if is_large:
+                try:
+                    short = json.dumps(merged(made), ensure_ascii=False)
+                except UnsayableError as error:
+                    problem = error
+                else:
+                    yield short, ways
             if '"notMultipleOf"' not in text:  # which only merging takes away
-                yield text
-            yield json.dumps(merged(made), ensure_ascii=False)
+                yield text, ways
+            if not is_large:
+                yield json.dumps(merged(made), ensure_ascii=False), ways
         except TooManyError as error:
             problem = error
     if problem is not None:
@@ -329,20 +349,18 @@ class GrammarCompiler:
         """
         return self.compile_said(params)[0]
 
-    def compile_said(
-        self, params: StructuredOutputsParams
-    ) -> tuple[LLMatcher, StructuredOutputsParams]:
+    def compile_said(self, params: StructuredOutputsParams) -> tuple[LLMatcher, Said]:
         """`compile`, and `params` with the schema that llguidance has read: the same, without what
         its draft ignores (schema_drafts.py), or rewritten (schema_rewriting.py, schema_merging.py).
         """
         if params.json is not None:
             params = _of_its_draft(params)
-        matcher, problem = self._matcher(params), None
+        said, matcher, problem = Said(params, None), self._matcher(params), None
         if matcher.is_error() and params.json is not None:
             for said in _rewritten(params, matcher.get_error()):
                 problem = None
                 try:
-                    params, matcher = said, self._matcher(said)
+                    matcher = self._matcher(said.params)
                 except InvalidParameterError as error:  # it nests too deeply; merged it may not
                     problem = error
                 if problem is None and not matcher.is_error():
@@ -351,7 +369,7 @@ class GrammarCompiler:
                 raise problem
         if matcher.is_error():
             raise refusal(f"cannot be compiled: {shorten(matcher.get_error())}")
-        return matcher, params
+        return matcher, said
 
     def _matcher(self, params: StructuredOutputsParams) -> LLMatcher:
         """Raises InvalidParameterError for what cannot be read; other errors are the matcher's."""

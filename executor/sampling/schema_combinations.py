@@ -5,9 +5,11 @@ Must not know: references, llguidance's API, requests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .schema_patterns import lengths
 from .schema_values import TYPES, types_of
 
 Schema = Any  # a dict or a bool
@@ -47,16 +49,28 @@ def all_of(schemas: Iterable[Schema]) -> Schema:
 
 
 def are_exclusive(schemas: Sequence[dict[str, Any]]) -> bool:
-    """Whether types or properties tell that nothing follows all of them."""
+    """Whether types, lengths or properties tell that nothing follows all of them."""
     types = _types_of_all(schemas)
     if not types:
         return True
+    if types == {"string"}:
+        return _have_no_length(schemas)
     required = {name for schema in schemas for name in schema.get("required", ())}
     return types == {"object"} and any(
         schema.get("properties", {}).get(name, not _is_closed(schema)) is False
         for schema in schemas
         for name in required
     )
+
+
+def _have_no_length(schemas: Sequence[dict[str, Any]]) -> bool:
+    """Whether texts with all patterns are too short or too long."""
+    least = max(schema.get("minLength", 0) for schema in schemas)
+    most = min(schema.get("maxLength", math.inf) for schema in schemas)
+    if least == 0 and most == math.inf:
+        return False
+    found = [lengths(schema["pattern"]) for schema in schemas if "pattern" in schema]
+    return any(longest < least or shortest > most for shortest, longest in [(least, most), *found])
 
 
 def follows(schema: dict[str, Any], others: Sequence[dict[str, Any]]) -> bool:

@@ -36,6 +36,7 @@ from .schema_values import (
 
 MAX_ALTERNATIVES = 300  # of one schema
 MAX_PAIRS = 40_000  # of alternatives that are merged for one request
+MAX_FINDS = 5_000  # of alternatives of parts, which are not kept while an outer part is open
 MAX_PATTERNS = 64  # of properties' names in one schema
 MAX_SETS = 400  # of properties that one schema has, where their number is limited
 MAX_MULTIPLES = 64  # numbers, or spaces between them, that are told one by one
@@ -110,7 +111,7 @@ class _Merging:
         self._open: set[int] = set()  # whose alternatives are being found
         self._same: set[int] = set()  # those of them that the same value must follow
         self._met: set[int] = set()  # those of these that were left out of themselves
-        self._pairs = 0
+        self._pairs = self._finds = 0
         self._apart: dict[tuple[str, ...], bool] = {}
 
     # ------------------------------------------------------------ parts
@@ -256,6 +257,9 @@ class _Merging:
         return found
 
     def _find(self, number: int) -> list[Alternative]:
+        self._finds += 1
+        if self._finds > MAX_FINDS:  # k branches that name each other have k! orders
+            raise TooManyError
         node = self._nodes[number]
         found = self._plain(node)
         if "anyOf" in node:

@@ -12,6 +12,7 @@ Must not know: schemas, llguidance's API, requests.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from re import _constants as sre  # pyright: ignore[reportAttributeAccessIssue]
@@ -67,6 +68,18 @@ def are_apart(*patterns: str) -> bool:
         return not any(_accepts(expressions, node) for node, _ in _states(expressions, every))
     except PatternError:
         return False
+
+
+def lengths(pattern: str) -> tuple[int, float]:
+    """Bounds of the lengths of texts in which a pattern is found, as far as easily told."""
+    try:
+        parsed = _parser.parse(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return 0, math.inf
+    shortest, longest = parsed.getwidth()
+    items = list(parsed) or [(None, None)]
+    is_whole = items[0] == (sre.AT, sre.AT_BEGINNING) and items[-1] == (sre.AT, sre.AT_END)
+    return shortest, longest if is_whole and longest < sre.MAXREPEAT else math.inf
 
 
 # ---------------------------------------------------------------- expressions

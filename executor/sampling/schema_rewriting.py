@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -78,17 +78,24 @@ UNSAYABLE = frozenset(
 )
 
 
-def rewritten(schema: Schema, max_ways: int = MAX_WAYS) -> Schema:
+def rewritten(schema: Schema) -> Schema:
     """Returns a schema without keywords that llguidance does not implement. The argument is not
-    changed. max_ways: in which a branch of oneOf may exclude the others; fewer are shorter and
-    narrower.
+    changed. Raises what `in_ways` raises.
+    """
+    return in_ways(schema, MAX_WAYS)[0]
+
+
+def in_ways(schema: Schema, max_ways: int) -> tuple[Schema, bool]:
+    """`rewritten`, and whether there were more than `max_ways` in which a branch of oneOf excludes
+    the others; fewer are shorter and narrower.
 
     Raises TooManyError for one that becomes too large, UnsayableError with a text that names the
     keyword, and ValueError, TypeError, AttributeError or KeyError for a schema whose keywords have
     values of wrong types.
     """
     try:
-        return _Rewriting(schema, max_ways).whole()
+        rewriting = _Rewriting(schema, max_ways)
+        return rewriting.whole(), rewriting.leaves_out
     except RecursionError:
         raise UnsayableError("the schema nests too deeply") from None
 
@@ -97,6 +104,7 @@ class _Rewriting:
     def __init__(self, root: Schema, max_ways: int):
         self._root = root
         self._max_ways = max_ways
+        self.leaves_out = False  # whether ways are left out
         self._names: dict[str, str] = {}  # of references, in $defs
         self._defs: dict[str, Schema] = {}
         self._numbers = itertools.count()  # of entries of $defs
@@ -271,12 +279,21 @@ class _Rewriting:
     def _without(self, schema: Schema, others: list[Schema]) -> Schema:
         """`schema` and the opposites of all others, in at most `max_ways` ways."""
         most = int(self._max_ways ** (1 / max(1, len(others))))
+        own = _listed(schema)
+
+        def cost(way: Schema) -> tuple[bool, int]:
+            """What takes no property away from the schema comes first, then what is short."""
+            is_loss = way.keys() <= {"type", "properties"} and not own.isdisjoint(_listed(way))
+            return is_loss and not any(way["properties"].values()), _size(way)
+
         opposites = []
         for other in others:
             ways = self.opposite(other)
             if isinstance(ways, dict) and ways.keys() == {"anyOf"}:
-                possible = [one for one in ways["anyOf"] if all_of([schema, one]) is not False]
-                ways = any_of(sorted(possible, key=_size)[: max(1, most)])
+                branches = ways["anyOf"] if self._max_ways == MAX_WAYS else list(_branches(ways))
+                possible = [one for one in branches if all_of([schema, one]) is not False]
+                self.leaves_out |= len(possible) > max(1, most)
+                ways = any_of(sorted(possible, key=cost)[: max(1, most)])
             opposites.append(ways)
         return all_of([schema, *opposites])
 
@@ -681,6 +698,23 @@ def _references(node: Any) -> set[str]:
         return set()
     own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
     return own | {one for inner in node.values() for one in _references(inner)}
+
+
+def _listed(schema: Schema) -> set[str]:
+    """The properties that a rewritten schema lists, also where it combines others."""
+    if not isinstance(schema, dict):
+        return set()
+    parts = [*schema.get("allOf", ()), *schema.get("anyOf", ())]
+    return set(schema.get("properties", ())).union(*map(_listed, parts))
+
+
+def _branches(schema: Schema) -> Iterator[Schema]:
+    """Those of an `anyOf`, and of what it has within."""
+    if isinstance(schema, dict) and schema.keys() == {"anyOf"}:
+        for one in schema["anyOf"]:
+            yield from _branches(one)
+    else:
+        yield schema
 
 
 def _size(schema: Schema) -> int:

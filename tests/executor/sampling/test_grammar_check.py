@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -81,11 +82,24 @@ def test_the_engine_does_not_rewrite_a_schema_again(check, settings, monkeypatch
     params = StructuredOutputsParams(json='{"not": {"type": "string"}}')
     said = check.check(params)
     assert '"not"' not in said.json and check.check(FINE) is FINE
-    monkeypatch.setattr(grammar_compiler, "rewritten", None)
+    monkeypatch.setattr(grammar_compiler, "in_ways", None)
     compiler = GrammarCompiler(*msgspec.structs.astuple(settings))
-    assert compiler.compile_said(said)[1] is said
+    assert compiler.compile_said(said)[1].params is said
     with pytest.raises(InvalidParameterError, match="Unimplemented keys"):
         compiler.compile(params)  # which needs it
+
+
+def test_a_schema_in_fewer_ways_than_it_allows_is_logged_once(check, caplog):
+    parts = {f"p{i}": {"type": "string"} for i in range(70)}  # any of which may be another type
+    schema = {"oneOf": [{"type": "object", "required": ["a"]}, {"properties": parts}]}
+    with caplog.at_level(logging.INFO):
+        check.check(StructuredOutputsParams(json=json.dumps(schema)))
+        del parts["p69"], parts["p68"], parts["p67"], parts["p66"], parts["p65"], parts["p64"]
+        check.check(StructuredOutputsParams(json=json.dumps(schema)))
+    assert [r.getMessage() for r in caplog.records if "narrower" in r.getMessage()] == [
+        "a schema is narrower than the request's: of the ways in which a branch of oneOf can "
+        "exclude the others, at most 64 are kept"
+    ]
 
 
 def test_an_idle_process_uses_no_cpu(check):

@@ -175,6 +175,21 @@ def test_a_schema_that_grows_too_large_excludes_branches_in_fewer_ways(compiler,
     assert [accepts(compiler, text, json=schema) for text in texts] == [True, True, False, False]
 
 
+def test_a_schema_that_grows_large_is_merged_first(compiler, monkeypatch):
+    """llguidance may merge it for seconds; ours may be short."""
+    schema = {"type": "object", "not": {"required": ["a", "b"]}, "allOf": [{"required": ["c"]}]}
+    names = [f"x{i}" for i in range(9)]
+    for is_large in (False, True):
+        monkeypatch.setattr(grammar_compiler, "MERGED_FIRST", -10_000 if is_large else 10_000)
+        texts = [text for text, _ in grammar_compiler._texts(schema, len(str(schema)))]
+        assert ["allOf" in text for text in texts] == [not is_large, is_large]
+    assert accepts(compiler, '{"c": 1, "a": 1}', json=schema)
+    assert not accepts(compiler, '{"a": 1}', json=schema)
+    alternatives = [{"properties": {name: {"type": "string"}}} for name in names]
+    too_many = {"allOf": [{"anyOf": alternatives} for _ in range(9)]}  # for merging only
+    assert accepts(compiler, "{}", json={"type": "object", "not": {"required": ["a"]}, **too_many})
+
+
 def test_a_rewritten_schema_that_nests_too_deeply_is_merged(compiler):
     schema = {"type": "object", "required": ["b"]}
     for _ in range(20):  # llguidance reads 128 levels, the merged schema has a few
@@ -506,7 +521,7 @@ def test_what_a_draft_ignores_keeps_a_schema_closed(compiler):
         "properties": {"x": {"$ref": "#/definitions/t", "description": "one", "minProperties": 1}},
     }
     params = normalize(StructuredOutputsParams(json=schema, disable_additional_properties=True))
-    _, said = compiler.compile_said(params)
+    _, (said, _) = compiler.compile_said(params)
     for text, is_good in (('{"x": {}}', True), ('{"x": {"b": 1}}', False), ('{"y": 1}', False)):
         for one in (params, StructuredOutputsParams(json=said.json)):
             matcher = compiler.compile(one)

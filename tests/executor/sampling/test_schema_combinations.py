@@ -58,6 +58,25 @@ def test_what_cannot_be_is_left_out() -> None:
     assert any_of([False, {"minimum": 1}]) == {"minimum": 1}
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "is_never"),
+    [
+        ({"minLength": 4}, {"pattern": "^[a-z]{1,3}$"}, True),
+        ({"minLength": 3}, {"pattern": "^[a-z]{1,3}$"}, False),
+        ({"minLength": 4}, {"pattern": "[a-z]{1,3}$"}, False),
+        ({"minLength": 4}, {"pattern": "^a$|^b$"}, False),  # not told
+        ({"minLength": 2}, {"pattern": "^(?=.*abc).$"}, True),
+        ({"maxLength": 2}, {"pattern": "ab.c?"}, True),
+        ({"maxLength": 3}, {"pattern": "ab.c?"}, False),
+        ({"maxLength": 3}, {"pattern": "(", "minLength": 3}, False),
+        ({"maxLength": 3}, {"minLength": 4}, True),
+    ],
+)
+def test_texts_of_no_length_are_left_out(one, other, is_never) -> None:
+    assert (all_of([{"type": "string", **one}, other]) is False) is is_never
+    assert all_of([one, other]) is not False  # for other types
+
+
 def test_other_parts() -> None:
     assert followers(of_other_types(["string", "integer"])) == [
         value for value in VALUES if isinstance(value, (bool, list, dict)) or value is None

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from quire.executor.sampling import schema_merging
 from quire.executor.sampling.schema_merging import merged
-from quire.executor.sampling.schema_values import UnsayableError
+from quire.executor.sampling.schema_values import TooManyError, UnsayableError
 from quire.tests.executor.sampling.test_schema_rewriting import VALUES
 
 LEAVES: list[Any] = [
@@ -126,6 +127,31 @@ def test_a_branch_that_is_the_whole_adds_nothing(name, equal) -> None:
         assert merged(both)["$defs"]
     expected = list(filter(Draft202012Validator(equal).is_valid, VALUES))
     assert list(filter(made.is_valid, VALUES)) == expected
+
+
+def mutual(size: int) -> Any:
+    """Schemas each of which is any of the others, or a type of its own."""
+    names = [f"x{i}" for i in range(size)]
+    return {
+        "$defs": {
+            name: {
+                "anyOf": [{"const": name}, *({"$ref": f"#/$defs/{o}"} for o in names if o != name)]
+            }
+            for name in names
+        },
+        "$ref": "#/$defs/x0",
+    }
+
+
+def test_branches_that_name_each_other_are_refused_before_their_orders_are_all_tried(
+    monkeypatch,
+) -> None:
+    made = Draft202012Validator(merged(mutual(4)))
+    assert all(made.is_valid(f"x{i}") for i in range(4)) and not made.is_valid("x4")
+    assert schema_merging.MAX_FINDS < 100_000
+    monkeypatch.setattr(schema_merging, "MAX_FINDS", 500)
+    with pytest.raises(TooManyError):
+        merged(mutual(11))  # whose 11! orders take hours
 
 
 @pytest.mark.parametrize("is_open", [True, False])

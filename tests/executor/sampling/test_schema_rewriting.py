@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from quire.executor.sampling.schema_rewriting import MAX_SCHEMAS, UnsayableError, rewritten
+from quire.executor.sampling.schema_rewriting import (
+    MAX_SCHEMAS,
+    UnsayableError,
+    in_ways,
+    rewritten,
+)
 
 NAMES = "a", "b", "ab"
 PATTERNS = "^a", "b$", "^.$", "^(?!b)"
@@ -218,6 +223,18 @@ def test_a_large_schema_is_refused_in_time() -> None:
         deep = {"not": deep}
     with pytest.raises(UnsayableError, match="too deeply"):
         rewritten(deep)
+
+
+def test_the_ways_that_are_kept_take_no_property_away() -> None:
+    """As long as there are others; those of properties that only another branch lists are short."""
+    own = {"type": "object", "properties": {"a": True, "b": True}}
+    small = {"properties": {"b": {"minimum": 10}}, "required": ["a"], "type": "object"}
+    made, leaves_out = in_ways({"oneOf": [own, small]}, max_ways=1)
+    assert leaves_out and Draft202012Validator(made).is_valid({"a": 1, "b": 1})
+    other = {"properties": {"c": {"minimum": 10}}, "required": ["c"], "type": "object"}
+    made, leaves_out = in_ways({"oneOf": [own, other]}, max_ways=1)
+    assert leaves_out and Draft202012Validator(made).is_valid({"a": 1, "b": 1})
+    assert not in_ways({"oneOf": [own, other]}, max_ways=4)[1]
 
 
 def random_schema(draw: random.Random, depth: int, defs: list[str]) -> Any:

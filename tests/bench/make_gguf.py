@@ -1,7 +1,9 @@
-"""Writes a GGUF file of a known shape with random weights in F16, for llama.cpp's llama-quantize.
+"""Writes a GGUF file of a known shape with random weights: in F16 for llama.cpp's llama-quantize,
+or as random blocks of a type.
 
 python tests/bench/make_gguf.py 0.5B OUT.gguf
 llama-quantize OUT.gguf OUT-Q4_K_M.gguf Q4_K_M
+python tests/bench/make_gguf.py 1.5B OUT-Q4_K.gguf --type Q4_K
 
 Mixtures of experts are 30B-A3B-layers, four layers of Qwen3-30B-A3B, and 30B-A3B-small, a sixteenth
 of its parameters; both with a vocabulary of 32,000, so that the head does not take most of a step.
@@ -10,11 +12,13 @@ of its parameters; both with a vocabulary of 32,000, so that the head does not t
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 
 import gguf
 import numpy as np
 from quire.tests.bench.gpu_shapes import SHAPES, shape
+from quire.tests.kernels.case import random_blocks
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
@@ -49,7 +53,8 @@ def tensors(shape: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "output_norm.weight", (hidden,)
 
 
-def write(shape: dict, path: str) -> None:
+def write(shape: dict, path: str, type: str | None = None) -> None:
+    """`type`: of the blocks of matrices; a type of llama.cpp's. None: F16."""
     experts = shape.get("num_experts")
     writer = gguf.GGUFWriter(path, "qwen3moe" if experts else "qwen2", use_temp_file=True)
     if experts:
@@ -77,6 +82,11 @@ def write(shape: dict, path: str) -> None:
     writer.add_token_merges(["Ġ a"])
     random = np.random.default_rng(0)
     for name, size in tensors(shape):
+        if type and len(size) > 1 and "gate_inp" not in name:
+            blocks = random_blocks(math.prod(size[:-1]), size[-1], type).numpy()
+            stored = gguf.GGMLQuantizationType[type]
+            writer.add_tensor(name, blocks.reshape(*size[:-1], -1), raw_dtype=stored)
+            continue
         if "norm" in name:
             values = np.ones(size, np.float32)
         else:
@@ -95,8 +105,9 @@ def main() -> None:
     shapes = {name: of for name, of in SHAPES.items() if is_tied_qwen2(of)} | MIXTURES
     parser.add_argument("shape", choices=shapes)
     parser.add_argument("path", help="the file to write")
+    parser.add_argument("--type", help="random blocks of this type, such as Q4_K, not F16")
     args = parser.parse_args()
-    write(shapes[args.shape], args.path)
+    write(shapes[args.shape], args.path, args.type)
 
 
 def is_tied_qwen2(shape: dict) -> bool:

@@ -19,6 +19,7 @@ from ...ipc.errors import InvalidParameterError, QuireError
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.ranks import multiplied_weights
 from ..model_info.model_sizes import DTYPE_BYTES, kv_bytes_per_token, measure_model
+from ..model_info.plan import bytes_of_blocks
 
 STEP_COSTS = "quire.executor.step_costs"
 ROOM = 80  # most tokens that a measured decode adds, rounded up
@@ -86,19 +87,23 @@ class ModelWork:
         dtype: str,
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
+        bytes_in_blocks: float | None = None,
     ):
-        self._config, self.quantized = config, quantization is not None
+        """`bytes_in_blocks`: of a weight, where the blocks of files are multiplied."""
+        self._config = config
         size, heads = config.hidden_size, config.num_attention_heads
         kinds = [config.layer(index) for index in range(config.num_hidden_layers)]
         widths = [heads * one.head_dim for one in kinds if one.has_attention]
         self.layer_weights = sum(multiplied_weights(config, index) for index in range(len(kinds)))
         self.head_weights = config.vocab_size * size
-        bytes_per_weight = QUANTIZED_BYTES[quantization] if quantization else DTYPE_BYTES[dtype]
-        bytes_of_head = self.head_weights * (
-            QUANTIZED_HEAD_BYTES if quantization else DTYPE_BYTES[dtype]
-        )
+        per_weight = per_weight_of_head = bytes_in_blocks or DTYPE_BYTES[dtype]
+        if quantization:
+            per_weight, per_weight_of_head = QUANTIZED_BYTES[quantization], QUANTIZED_HEAD_BYTES
+        self.quantized = per_weight < DTYPE_BYTES[dtype]
         # every step reads these; the embedding's rows are not counted
-        self.weights_bytes = self.layer_weights * bytes_per_weight + bytes_of_head
+        self.weights_bytes = (
+            self.layer_weights * per_weight + self.head_weights * per_weight_of_head
+        )
         self.kv_bytes_per_token = kv_bytes_per_token(config, dtype, kv_cache_dtype)
         # of one query with one key and value
         self._attention_flops = 4 * sum(widths)
@@ -153,11 +158,15 @@ def model_work(config: EngineConfig) -> ModelWork:
     sizes = measure_model(model_config.hf_config, model_config.model, model_config.model_impl)
     if not isinstance(sizes.config, DecoderConfig):
         raise InvalidParameterError("model", "must generate text: its steps are measured")
+    kept_bytes = bytes_of_blocks(config, sizes)
+    num_weights = sizes.weights_bytes(model_config.dtype) / DTYPE_BYTES[model_config.dtype]
     return ModelWork(
         sizes.config,
         model_config.dtype,
         model_config.quantization,
         config.cache_config.kv_cache_dtype,
+        # an average: files have several types, of which a step reads most
+        None if kept_bytes is None else kept_bytes / num_weights,
     )
 
 

@@ -455,7 +455,7 @@ def weights_in_engine(config: EngineConfig, sizes: ModelSizes) -> tuple[int, boo
     """Returns the bytes of the weights in the engine's memory, and whether they are the blocks of
     the files.
     """
-    kept_bytes = _bytes_of_blocks(config, sizes)
+    kept_bytes = bytes_of_blocks(config, sizes)
     model_config = config.model_config
     if kept_bytes is not None:
         return kept_bytes + _bytes_of_encoders(config, model_config.dtype), True
@@ -495,7 +495,7 @@ def _mapped_bytes(config: EngineConfig, sizes: ModelSizes, dtype: str) -> int:
     return inputs.vocab_size * shape.num_hidden_layers * inputs.size * DTYPE_BYTES[dtype]
 
 
-def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
+def bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
     """Returns the bytes of the weights of a GGUF file or a quantized checkpoint, whose blocks are
     multiplied as they are, or None for others. The engine's LayerFactory.keeps_blocks decides the
     same.

@@ -12,6 +12,9 @@ from quire import EngineArgs, QuireError
 from quire.frontend.bench import cpu
 from quire.frontend.bench.cpu import CpuLimits, ModelWork, StepPlan, model_work, run_plan
 from quire.frontend.model_info.model_sizes import kv_bytes_per_token, measure_model
+from quire.tests.executor.weights.test_gguf import needs_native
+from quire.tests.gguf_checkpoints import write_gguf
+from quire.tests.tiny_models import save_tiny_model
 
 LIMITS = CpuLimits({1: 1e9, 2: 3e9}, {"bfloat16": 1e10, "float32": 4e10})
 
@@ -38,6 +41,17 @@ def test_weights_equal_the_models_without_norms_and_biases() -> None:
         ModelWork(sizes.config, "bfloat16", "int4").weights_bytes
         == work.layer_weights / 2 + work.head_weights
     )
+
+
+@needs_native
+@pytest.mark.parametrize(("type", "bits"), [("Q8_0", 8.5), ("Q4_0", 4.5), ("F16", 16)])
+def test_blocks_of_files_are_read_as_they_are(type: str, bits: float, tmp_path) -> None:
+    checkpoint = save_tiny_model(tmp_path / "model", "llama", hidden_size=64, head_dim=32)
+    write_gguf(tmp_path / "m.gguf", checkpoint, type)
+    work = model_work(bundled(model=str(tmp_path / "m.gguf")))
+    weights = work.layer_weights + work.head_weights
+    assert work.weights_bytes / weights == pytest.approx(bits / 8, rel=0.02)
+    assert work.quantized == (type != "F16")  # products of int8 are the limit
 
 
 def test_work_grows_with_rows_and_context() -> None:

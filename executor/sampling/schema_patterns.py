@@ -87,8 +87,9 @@ def lengths(pattern: str) -> tuple[int, float]:
 
 class Node:
     """An expression: `kind` is "set" with ranges, "empty" (only the empty text), "then", "or",
-    "and", "not", or "many" (none, one or several times). Expressions with the same kind and parts
-    are the same object.
+    "and", "not", "many" (none, one or several times), or "loop" (its second part, or its first with
+    the loop itself in the place of the third, which is a "hole"). Expressions with the same kind
+    and parts are the same object.
     """
 
     __slots__ = ("kind", "matches_empty", "number", "parts", "size")
@@ -174,6 +175,34 @@ class Expressions:
             return self.empty
         return self._node("many", (node,), True)
 
+    def hole(self, number: int) -> Node:
+        return self._node("hole", (number,), False)
+
+    def loop(self, body: Node, rest: Node, hole: Node) -> Node:
+        """body: one that takes a character before the hole."""
+        return self._node("loop", (body, rest, hole), rest.matches_empty)
+
+    def filled(self, node: Node, hole: Node, content: Node, known: dict[Node, Node]) -> Node:
+        """An expression with another one in the place of a hole."""
+        if node is hole or node in known:
+            return known.get(node, content)
+        kind, parts = node.kind, node.parts
+        if kind in ("set", "empty", "hole"):
+            return node
+        filled = [self.filled(part, hole, content, known) for part in parts]
+        if kind == "then":
+            made = self.then(*filled)
+        elif kind == "many":
+            made = self.many(*filled)
+        elif kind == "not":
+            made = self.opposite(*filled)
+        elif kind == "loop":
+            made = self.loop(*filled)
+        else:
+            made = self.any_of(filled) if kind == "or" else self.all_of(filled)
+        known[node] = made
+        return made
+
     def found(self, pattern: str) -> Node:
         """The texts in which a pattern is found."""
         whole, start = _Reading(self, pattern).whole(), self.one_of(((START, START),))
@@ -200,6 +229,12 @@ class Expressions:
             made = self.then(self.after(parts[0], code, known), node)
         elif kind == "not":
             made = self.opposite(self.after(parts[0], code, known))
+        elif kind == "loop":
+            body, rest, hole = parts
+            again = self.filled(self.after(body, code, known), hole, node, {})
+            made = self.any_of([self.after(rest, code, known), again])
+        elif kind == "hole":
+            raise PatternError("a grammar cannot say repeat of what may be empty")
         else:
             combine = self.any_of if kind == "or" else self.all_of
             made = combine(self.after(part, code, known) for part in parts)
@@ -249,7 +284,7 @@ class _Reading:
     def __init__(self, expressions: Expressions, pattern: str):
         self._make = expressions
         self._pattern = pattern
-        self._copies = 0
+        self._copies = self._num_holes = 0
 
     def whole(self) -> Node:
         try:
@@ -303,10 +338,13 @@ class _Reading:
     def _repeat(self, least: int, most: Any, items: Any, rest: Node) -> Node:
         make = self._make
         once = self.sequence(list(items), make.empty, "text")
-        self._copies += least if most is sre.MAXREPEAT else most
-        if self._copies > MAX_COPIES or _has_conditions(once):
+        is_endless = most is sre.MAXREPEAT
+        self._copies += max(0, (least if is_endless else most) - 1)
+        if self._copies > MAX_COPIES:
             raise self._unknown("repeat")
-        if most is sre.MAXREPEAT:
+        if _has_conditions(once):  # which also what follows it must meet
+            return self._repeat_conditions(least, most, items, rest)
+        if is_endless:
             rest = make.then(make.many(once), rest)
         else:
             optional = make.empty
@@ -316,6 +354,21 @@ class _Reading:
         for _ in range(least):
             rest = make.then(once, rest)
         return rest
+
+    def _repeat_conditions(self, least: int, most: Any, items: Any, rest: Node) -> Node:
+        made = rest
+        if most is sre.MAXREPEAT:
+            if items.getwidth()[0] == 0:
+                raise self._unknown("repeat")
+            hole = self._make.hole(self._num_holes)
+            self._num_holes += 1
+            made = self._make.loop(self.sequence(list(items), hole, "text"), rest, hole)
+            most = least
+        for _ in range(most - least):
+            made = self._make.any_of([rest, self.sequence(list(items), made, "text")])
+        for _ in range(least):
+            made = self.sequence(list(items), made, "text")
+        return made
 
     def _characters(self, name: Any, value: Any) -> Ranges:
         if name is sre.LITERAL:
@@ -346,7 +399,9 @@ def _has_conditions(node: Node) -> bool:
     """Whether a text must follow two expressions, as after a lookahead."""
     if node.kind == "set":
         return False
-    return node.kind in ("and", "not") or any(map(_has_conditions, node.parts))
+    if node.kind in ("and", "not", "loop"):
+        return True
+    return any(_has_conditions(part) for part in node.parts if isinstance(part, Node))
 
 
 # ---------------------------------------------------------------- automata
@@ -366,7 +421,7 @@ def _sets(node: Node) -> Iterator[Ranges]:
         seen.add(one)
         if one.kind == "set":
             yield one.parts
-        else:
+        elif one.kind != "hole":
             left += one.parts
 
 
@@ -426,7 +481,8 @@ def _first_sets(node: Node, known: dict[Node, frozenset[Ranges]]) -> frozenset[R
         parts = node.parts if node.parts[0].matches_empty else node.parts[:1]
         found = frozenset().union(*(_first_sets(part, known) for part in parts))
     else:
-        found = frozenset().union(*(_first_sets(part, known) for part in node.parts))
+        parts = node.parts if node.kind != "hole" else ()
+        found = frozenset().union(*(_first_sets(part, known) for part in parts))
     known[node] = found
     return found
 

@@ -62,7 +62,7 @@ from .schema_values import (
 )
 
 MAX_SCHEMAS = 4_000  # that one rewritten schema is made of
-MAX_LISTS = 400  # lists of unique items that are told one by one
+MAX_LISTS = 1_024  # lists of unique items that are told one by one
 MAX_WAYS = 64  # in which a branch of oneOf excludes the others; the shortest are kept
 MAX_POSITION = 4  # of the item that a list must have among others
 
@@ -71,6 +71,8 @@ COPIED = frozenset(
     + ("multipleOf", "minLength", "maxLength", "minItems", "maxItems", "required")
     + ("minProperties", "maxProperties")
 )
+UNIQUE_ITEMS = frozenset(("type", "items", "minItems", "maxItems", "uniqueItems"))
+LEAST_INTEGER = 1_024 - 2**63  # of which llguidance makes a grammar
 MAX_PATTERNS = 64  # of properties' names in the place of those that share names
 IGNORE = '; {"x-guidance": {"lenient": true}} in the schema ignores what a grammar cannot say'
 UNSAYABLE = frozenset(
@@ -180,6 +182,8 @@ class _Rewriting:
         return {"$ref": f"#/$defs/{name}"}
 
     def _said_keywords(self, schema: dict[str, Any], is_combined: bool) -> Schema:
+        if (values := self._values(schema)) is not None:
+            return {"enum": values} if values else False
         is_alone = not is_combined and len(schema.keys() - ANNOTATIONS) == 1
         branch = self.said if is_alone else self._combined
         plain: dict[str, Any] = {}
@@ -187,6 +191,8 @@ class _Rewriting:
         for key, value in schema.items():
             if key in COPIED:
                 plain[key] = value
+                if key == "minimum" and "integer" in as_list(schema.get("type", ())):
+                    plain[key] = max(value, LEAST_INTEGER)
             elif key == "$ref":
                 beside.append(self._in_place(value, is_opposite=False))
             elif key == "properties":
@@ -210,6 +216,23 @@ class _Rewriting:
                 raise UnsayableError(f"a grammar cannot say {key}")
         return all_of([plain, *beside])
 
+    def _values(self, schema: dict[str, Any]) -> list[Any] | None:
+        """All instances, where a part lists them and a look at each tells whether it is one, or
+        the lists of unique items that are told one by one.
+        """
+        is_plain = schema.keys() - ANNOTATIONS <= UNIQUE_ITEMS and schema.get("type") == "array"
+        if is_plain and schema.get("uniqueItems") is True and schema.get("maxItems", 2) > 1:
+            return self._unique_lists(schema)
+        parts = [self._resolved(one) for one in schema.get("allOf", ())]
+        listed = next((v for one in parts if (v := finite_values(one)) is not None), None)
+        if listed is None:
+            return None
+        parts.append({key: value for key, value in schema.items() if key != "allOf"})
+        found = [[is_instance(value, part) for part in parts] for value in listed]
+        if any(None in answers and False not in answers for answers in found):
+            return None
+        return [value for value, answers in zip(listed, found) if False not in answers]
+
     def _format(self, schema: dict[str, Any], name: Any) -> Schema:
         if name in OWN_FORMATS:
             return {"format": name}
@@ -217,14 +240,13 @@ class _Rewriting:
 
     def _pattern(self, schema: dict[str, Any], value: str) -> Schema:
         pattern = self._plain_pattern(value)
-        if pattern == value:
-            return {"pattern": value}
-        return only_for("string", False if pattern is None else {"pattern": pattern})
+        return only_for("string", False) if pattern is None else {"pattern": pattern}
 
     def _plain_pattern(self, value: str) -> str | None:
         """Without lookaheads, and marks of the start or the end only where those are; None where no
-        text has the pattern.
+        text has the pattern. What is escaped for nothing is not what Rust takes it for.
         """
+        value = re.sub(r"\\(.)", lambda m: m[1] if m[1] in "<>" else m[0], value, flags=re.DOTALL)
         has_lookahead = re.search(r"\(\?[=!]", value) is not None
         plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", value, flags=re.DOTALL)
         if not has_lookahead and "^" not in plain[1:] and "$" not in plain[:-1]:
@@ -314,9 +336,13 @@ class _Rewriting:
         return any_of([of_other_types("array"), *(has_item(item, i) for i in range(MAX_POSITION))])
 
     def _unique_items(self, schema: dict[str, Any], value: bool) -> Schema:
-        most, least = schema.get("maxItems"), schema.get("minItems", 0)
-        if value is False or (most is not None and most <= 1):
+        if value is False or schema.get("maxItems", 2) <= 1:
             return True
+        found = self._unique_lists(schema)
+        return only_for("array", {"enum": found} if found else False)
+
+    def _unique_lists(self, schema: dict[str, Any]) -> list[list[Any]]:
+        most, least = schema.get("maxItems"), schema.get("minItems", 0)
         values = finite_values(self._resolved(schema.get("items")))
         if values is None:
             raise UnsayableError(f"a grammar cannot say uniqueItems of any items{IGNORE}")
@@ -326,7 +352,7 @@ class _Rewriting:
             lists = (list(one) for length in lengths for one in choose(values, length))
             found = list(itertools.islice(lists, MAX_LISTS + 1))
             if len(found) <= MAX_LISTS:
-                return only_for("array", {"enum": found} if found else False)
+                return found
         raise UnsayableError(f"a grammar cannot say uniqueItems of {len(values)} values{IGNORE}")
 
     def _property_names(self, schema: dict[str, Any], value: Schema) -> Schema:

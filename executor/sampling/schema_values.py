@@ -166,18 +166,49 @@ def is_instance(value: Any, schema: Any) -> bool | None:
         "maxLength": lambda: len(value) <= schema["maxLength"],
         "minimum": lambda: value >= schema["minimum"],
         "maximum": lambda: value <= schema["maximum"],
+        "required": lambda: value.keys() >= set(schema["required"]),
+        "properties": lambda: _is_object(value, schema),
+        "patternProperties": lambda: _is_object(value, schema),
+        "additionalProperties": lambda: _is_object(value, schema),
+        "allOf": lambda: _every(is_instance(value, one) for one in schema["allOf"]),
+        "anyOf": lambda: _opposite(
+            _every(_opposite(is_instance(value, one)) for one in schema["anyOf"])
+        ),
+        "not": lambda: _opposite(is_instance(value, schema["not"])),
     }
     kinds = {"pattern": "string", "minLength": "string", "maxLength": "string"}
-    kinds |= {"minimum": "number", "maximum": "number"}
+    kinds |= {"minimum": "number", "maximum": "number", "required": "object"}
+    kinds |= dict.fromkeys(("properties", "patternProperties", "additionalProperties"), "object")
     keys = schema.keys() - ANNOTATIONS
     if not keys <= checks.keys() or {"exclusiveMinimum", "exclusiveMaximum"} & keys:
         return None
     try:
-        return all(
+        return _every(
             checks[key]() for key in keys if kinds.get(key, type_of(value)) == type_of(value)
         )
     except re.error:
         return None
+
+
+def _every(answers: Iterable[bool | None]) -> bool | None:
+    found = set(answers)
+    return False if False in found else None if None in found else True
+
+
+def _opposite(answer: bool | None) -> bool | None:
+    return None if answer is None else not answer
+
+
+def _is_object(value: dict[str, Any], schema: dict[str, Any]) -> bool | None:
+    """Whether all properties of an object follow what a schema says about them."""
+    listed, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    answers = []
+    for name, one in value.items():
+        parts = [listed[name]] if name in listed else []
+        parts += [part for pattern, part in patterns.items() if re.search(pattern, name)]
+        parts = parts or [schema.get("additionalProperties", True)]
+        answers += [is_instance(one, part) for part in parts]
+    return _every(answers)
 
 
 def exactly(value: list[Any] | dict[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,10 @@ EXACT: list[dict[str, Any]] = [
     {"contains": {"type": "string"}, "minContains": 0},
     {"type": "array", "items": {"enum": ["a", "b", 1]}, "uniqueItems": True, "minItems": 1},
     {"uniqueItems": True, "maxItems": 1},
+    {"allOf": [{"enum": VALUES}, {"not": {"additionalProperties": {"type": "integer"}}}]},
+    {"allOf": [{"enum": VALUES}], "patternProperties": {"^a": {"type": "string"}}, "required": []},
+    {"allOf": [{"enum": [{"b": 1}]}, {"not": {"patternProperties": {"^b": False}}}, {}]},
+    {"anyOf": [{"allOf": [{"const": "a"}, {"not": {"const": "a"}}]}, {"type": "null"}]},
     {"uniqueItems": False},
     {"propertyNames": {"pattern": "^a"}},
     {"propertyNames": {"enum": ["a", 1]}},
@@ -223,6 +227,31 @@ def test_a_large_schema_is_refused_in_time() -> None:
         deep = {"not": deep}
     with pytest.raises(UnsayableError, match="too deeply"):
         rewritten(deep)
+
+
+def test_lists_of_few_unique_items_are_all_that_is_said() -> None:
+    """What they follow anyway would be combined with each of them."""
+    schema = {"type": "array", "items": {"enum": list("abcdefghij")}, "uniqueItems": True}
+    made = rewritten({**schema, "minItems": 2, "title": "x"})
+    assert made.keys() == {"enum", "$defs"} and len(made["enum"]) == 2**10 - 10 - 1
+    assert all(Draft202012Validator(schema).is_valid(one) for one in made["enum"])
+    with pytest.raises(UnsayableError, match="of 11 values"):
+        rewritten({**schema, "items": {"enum": list("abcdefghijk")}})
+
+
+def test_whole_numbers_start_where_llguidance_can_say_them() -> None:
+    schema = {"type": "integer", "minimum": -(2**63)}
+    assert rewritten(schema)["minimum"] == -(2**63) + 1024
+    assert rewritten({**schema, "type": "number"})["minimum"] == -(2**63)
+    assert rewritten({**schema, "minimum": 0})["minimum"] == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "plain"), [(r"^\<a\>", "^<a>"), (r"\\<", r"\\<"), (r"\\\<", r"\\<")]
+)
+def test_what_is_escaped_for_nothing_is_itself(pattern, plain) -> None:
+    """In Rust, an escaped "<" is the start of a word."""
+    assert rewritten({"type": "string", "pattern": pattern})["allOf"][1] == {"pattern": plain}
 
 
 def test_the_ways_that_are_kept_take_no_property_away() -> None:

@@ -46,6 +46,10 @@ SCHEMAS = [
     {"minLength": 1, "maxLength": 2},
     {"minimum": 1, "maximum": 2},
     {"type": "boolean"},
+    {"required": ["a"]},
+    {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+    {"patternProperties": {"^a": {"type": "integer"}}, "additionalProperties": False},
+    {"allOf": [{"type": "string"}, {"not": {"anyOf": [{"const": "a"}, {"minLength": 2}]}}]},
     True,
     False,
 ]
@@ -65,6 +69,9 @@ def test_what_needs_more_than_a_look_is_not_known() -> None:
     assert is_instance(1, {"items": True}) is None
     assert is_instance(1, {"minimum": 0, "exclusiveMinimum": True}) is None
     assert is_instance("a", {"pattern": "("}) is None
+    assert is_instance("a", {"allOf": [{"type": "null"}, {"items": True}]}) is False
+    assert is_instance("a", {"anyOf": [{"type": "null"}, {"items": True}]}) is None
+    assert is_instance({"a": 1}, {"properties": {"a": {"items": True}, "b": False}}) is None
     assert finite_values({"enum": [1], "minimum": 0}) is None
     assert finite_values({"type": "string"}) is None
 

@@ -12,7 +12,7 @@ weight is rounded by at most 1/253 of the largest of its 32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from .gguf_blocks import (
     q3_k_scales,
 )
 from .gguf_codebook_blocks import CODEBOOK_TYPES
+
+_LOWEST_BITS = 0x0303030303030303  # two of each byte
 
 
 def repack(blocks: Tensor, type: str) -> Tensor:
@@ -117,19 +119,32 @@ def from_i2_s(data: Tensor, rows: int) -> Tensor:
     Of 128 numbers, plus 1, byte i has the i-th of each 32, the first in the highest bits. After all
     numbers follow 32 bytes that begin with the scale in fp32, which is rounded to fp16.
     """
-    numbers, tail = data[:-32].view(rows, -1, 1, 32), data[-32:]
-    exact = tail[:4].clone().view(torch.float32)
+    exact = data[-32:-28].clone().view(torch.float32)
     rounded = exact.half().float()
     if not (rounded.isfinite().all() and torch.allclose(rounded, exact, rtol=2**-10, atol=0)):
         raise ValueError(f"its scale {float(exact)} is beyond fp16")
-    scale = _bytes_of_halves(exact)
-    shifts = torch.tensor([6, 4, 2, 0], dtype=torch.uint8).view(4, 1)
-    block_bytes = block_type("INT2_128").num_bytes
-    out = torch.empty(rows, numbers.shape[1], block_bytes, dtype=torch.uint8)
-    for start in range(0, rows, step := max(1, PIECE // (numbers.shape[1] * 128))):
-        stored = (numbers[start : start + step] >> shifts & 3).flatten(1)
-        out[start : start + step] = as_int2(stored, scale.expand(len(stored), 2), 128)
-    return out.flatten(1)
+    numbers = _numbers_of_128(data[:-32], (6, 4, 2, 0)).view(rows, -1, 32)
+    scales = _bytes_of_halves(exact).expand(*numbers.shape[:2], 2)
+    return torch.cat((scales, numbers), 2).flatten(1)
+
+
+def _tq2_0(blocks: Tensor) -> Tensor:
+    """Of 128 numbers, plus 1, byte i has the i-th of each 32, the first in the lowest bits."""
+    numbers = _numbers_of_128(blocks[:, :64].flatten(), (0, 2, 4, 6)).view(-1, 2, 32)
+    return torch.cat((blocks[:, 64:].unsqueeze(1).expand(-1, 2, 2), numbers), 2)
+
+
+def _numbers_of_128(data: Tensor, shifts: Sequence[int]) -> Tensor:
+    """Of 32 bytes with 128 numbers, byte i has the i-th of each 32, of which the j-th is above
+    shifts[j] bits -> [n, 32], as blocks of INT2_128 have them. Computes eight bytes at once.
+    """
+    eighths = data.view(torch.int64).view(-1, 4).unbind(1)
+    out = torch.empty(len(eighths[0]), 4, dtype=torch.int64)
+    for i, shift in enumerate(shifts):
+        out[:, i] = sum(
+            (eight >> shift & _LOWEST_BITS) << 2 * place for place, eight in enumerate(eighths)
+        )
+    return out.view(torch.uint8)
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
@@ -168,7 +183,7 @@ _REPACKED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "Q3_K": ("Q6_K", _q3_k),
     "IQ4_XS": ("Q8_0", _iq4_xs),
     "TQ1_0": ("INT2_128", _whole("TQ1_0", 52)),
-    "TQ2_0": ("INT2_128", _whole("TQ2_0", 64)),
+    "TQ2_0": ("INT2_128", _tq2_0),
     "Q1_0": ("INT2_128", _whole("Q1_0", 0)),
     "Q2_0": ("INT2_64", _whole("Q2_0", 0)),
     "IQ2_XXS": ("Q8_0", _codes("IQ2_XXS")),

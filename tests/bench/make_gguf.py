@@ -5,6 +5,7 @@ python tests/bench/make_gguf.py 0.5B OUT.gguf
 llama-quantize OUT.gguf OUT-Q4_K_M.gguf Q4_K_M
 python tests/bench/make_gguf.py 1.5B OUT-Q4_K.gguf --type Q4_K
 
+0.5B-layers is two layers of Qwen2.5-0.5B with as small a head for them as the whole model's.
 Mixtures of experts are 30B-A3B-layers, four layers of Qwen3-30B-A3B, and 30B-A3B-small, a sixteenth
 of its parameters; both with a vocabulary of 32,000, so that the head does not take most of a step.
 """
@@ -22,6 +23,7 @@ from quire.tests.kernels.case import random_blocks
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
+LAYERS = {"0.5B-layers": shape(896, 2, 14, 2, 64, 4864, 12_000, True)}
 MIXTURES = {
     "30B-A3B-layers": shape(2048, 4, 32, 4, 128, 768, 32_000, True, **EXPERTS),
     "30B-A3B-small": shape(1024, 9, 16, 2, 128, 512, 32_000, True, **EXPERTS),
@@ -102,7 +104,7 @@ def write(shape: dict, path: str, type: str | None = None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    shapes = {name: of for name, of in SHAPES.items() if is_tied_qwen2(of)} | MIXTURES
+    shapes = {name: of for name, of in SHAPES.items() if is_tied_qwen2(of)} | LAYERS | MIXTURES
     parser.add_argument("shape", choices=shapes)
     parser.add_argument("path", help="the file to write")
     parser.add_argument("--type", help="random blocks of this type, such as Q4_K, not F16")

@@ -8,16 +8,19 @@ import hashlib
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from quire.tests.test_packaging import READ_BUILD, run
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / ".ci/recipes"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
 CONDA_NAMES = {"torch": "pytorch", "prometheus-client": "prometheus_client"}
 CONDA_NAMES |= {"prompt_toolkit": "prompt-toolkit"}
 
@@ -57,6 +60,19 @@ def test_the_conda_recipe_has_the_dependencies_of_the_wheel(sdist: Path) -> None
         needed.add(f"{name} {','.join(versions)}".strip())
     assert set(recipe["requirements"]["run"]) == needed
     assert recipe["about"]["license"] == PROJECT["license"]
+
+
+def test_the_workflow_builds_wheels_for_linux_and_for_macos_on_arm() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    systems = workflow["jobs"]["wheels"]["strategy"]["matrix"]["system"]
+    assert systems == ["ubuntu-24.04", "ubuntu-24.04-arm", "macos-14"]  # the last one is on Arm
+    settings = SETTINGS["tool"]["cibuildwheel"]
+    assert settings["linux"]["archs"] == ["x86_64", "aarch64"]
+    assert settings["macos"]["archs"] == ["arm64"]
+    # cibuildwheel sets the first one on Arm, where macOS 11 is the oldest
+    environment = {"_PYTHON_HOST_PLATFORM": "macosx-11.0-arm64", **settings["macos"]["environment"]}
+    built = run(sys.executable, "-c", READ_BUILD, cwd=ROOT, **environment)
+    assert "py3 none macosx_14_0_arm64" in built.splitlines()
 
 
 def test_only_the_jobs_that_sign_have_an_identity() -> None:

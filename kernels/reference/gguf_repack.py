@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .gguf_bits import half, split, unpack_bits
 from .gguf_blocks import (
-    PIECE,
     block_type,
     dequantize,
     iq4_numbers,
@@ -29,6 +28,7 @@ from .gguf_blocks import (
 from .gguf_codebook_blocks import CODEBOOK_TYPES
 
 _LOWEST_BITS = 0x0303030303030303  # two of each byte
+_NUMBERS_AT_ONCE = 2**20  # enough for torch's operations to take longer than their calls
 
 
 def repack(blocks: Tensor, type: str) -> Tensor:
@@ -41,7 +41,7 @@ def repack(blocks: Tensor, type: str) -> Tensor:
         columns // block_type(target).columns * block_type(target).num_bytes,
         dtype=torch.uint8,
     )
-    for start in range(0, rows, step := max(1, PIECE // columns)):
+    for start in range(0, rows, step := max(1, _NUMBERS_AT_ONCE // columns)):
         piece = blocks[start : start + step].reshape(-1, source.num_bytes)
         out[start : start + step] = function(piece).reshape(-1, out.shape[1])
     return out

@@ -59,5 +59,5 @@ def test_targets_have_kernels_and_sources_have_none():
 def test_pieces(type, monkeypatch):
     blocks = random_blocks(type, 5, 8)
     whole = repack(blocks, type)
-    monkeypatch.setattr("quire.kernels.reference.gguf_repack.PIECE", 1)
+    monkeypatch.setattr("quire.kernels.reference.gguf_repack._NUMBERS_AT_ONCE", 1)
     assert torch.equal(repack(blocks, type), whole)

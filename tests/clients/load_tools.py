@@ -151,6 +151,39 @@ def read_vllm(folder: Path) -> Figures:
     return Figures(found["completed"], found["output_throughput"], found["mean_ttft_ms"])
 
 
+def inference_perf_command(address: str, tokenizer: str, load: Load, folder: Path) -> list[str]:
+    """Completions: it has no random prompts for chats. Its settings are a file."""
+
+    def always(length: int) -> dict[str, int]:
+        sizes = {"min": length, "max": length, "mean": length, "std_dev": 0}
+        return {**sizes, "total_count": load.num_requests}
+
+    stage = {"num_requests": load.num_requests, "concurrency_level": load.concurrency}
+    settings = {
+        "api": {"type": "completion", "streaming": True},
+        "data": {
+            "type": "random",
+            "input_distribution": always(load.input_len),
+            "output_distribution": always(load.output_len),
+        },
+        "load": {"type": "concurrent", "num_workers": 1, "interval": 0, "stages": [stage]},
+        "server": {"type": "vllm", "model_name": "quire", "base_url": address, "ignore_eos": True},
+        "tokenizer": {"pretrained_model_name_or_path": tokenizer},
+        "storage": {"local_storage": {"path": str(folder)}},
+    }
+    (folder / "settings.json").write_text(json.dumps(settings))  # JSON is YAML
+    return ["inference-perf", "--config_file", str(folder / "settings.json")]
+
+
+def read_inference_perf(folder: Path) -> Figures:
+    found = report(folder, "summary_lifecycle_metrics.json")["successes"]
+    return Figures(
+        found["count"],
+        found["throughput"]["output_tokens_per_sec"],
+        1000 * found["latency"]["time_to_first_token"]["mean"],
+    )
+
+
 TOOLS = {
     "quire": Tool(quire_command, read_quire),
     "guidellm": Tool(guidellm_command, read_guidellm),
@@ -158,6 +191,7 @@ TOOLS = {
     "aiperf": Tool(aiperf_command, read_aiperf, {"HF_HUB_OFFLINE": ""}),
     "llama-benchy": Tool(benchy_command, read_benchy),
     "vllm": Tool(vllm_command, read_vllm),
+    "inference-perf": Tool(inference_perf_command, read_inference_perf),
 }
 
 

@@ -59,6 +59,17 @@ REPORTS: dict[str, tuple[str, dict[str, Any]]] = {
         "report.json",
         {"completed": 8, "output_throughput": 40.5, "mean_ttft_ms": 12.5},
     ),
+    "inference-perf": (
+        "summary_lifecycle_metrics.json",
+        {
+            "successes": {
+                "count": 8,
+                "latency": {"time_to_first_token": {"mean": 0.0125}},
+                "throughput": {"output_tokens_per_sec": 40.5},
+            },
+            "failures": {"count": 0},
+        },
+    ),
 }
 
 
@@ -74,6 +85,7 @@ def test_a_report_is_read(name, tmp_path):
 def test_a_command_names_the_server_the_tokenizer_and_the_load(name, tmp_path):
     load = Load(num_requests=24, concurrency=3, input_len=71, output_len=29)
     command = " ".join(TOOLS[name].command("http://127.0.0.1:1", "/tokens", load, tmp_path))
+    command += "".join(file.read_text() for file in tmp_path.iterdir())  # settings
     requests = "8" if name == "llama-benchy" else "24"  # it repeats a batch of `concurrency`
     for wanted in ("http://127.0.0.1:1", "/tokens", requests, "3", "71", "29", str(tmp_path)):
         assert wanted in command

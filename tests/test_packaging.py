@@ -137,15 +137,20 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
         if name and (ROOT / name).is_file():
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, checkout / name)
-    build = "from setuptools.build_meta import *; import sys; print(build_{}(sys.argv[1]))"
-    run(sys.executable, "-c", build.format("sdist"), scratch / "dist", cwd=checkout)
-    [sdist] = (scratch / "dist").glob("*.tar.gz")
+    sdist = build("sdist", checkout, scratch / "dist")
     with tarfile.open(sdist) as archive:
         archive.extractall(scratch / "unpacked", filter="data")
     [unpacked] = (scratch / "unpacked").iterdir()
-    run(sys.executable, "-c", build.format("wheel"), scratch / "dist", cwd=unpacked)
-    [wheel] = (scratch / "dist").glob("*.whl")
-    return sdist, wheel
+    return sdist, build("wheel", unpacked, scratch / "dist")
+
+
+def build(kind: str, project: Path, folder: Path) -> Path:
+    """Builds a project's sdist or wheel with the running environment's setuptools: that of a new
+    environment may be older than projects ask for.
+    """
+    program = f"from setuptools.build_meta import *; import sys; print(build_{kind}(sys.argv[1]))"
+    name = run(sys.executable, "-c", program, folder, cwd=project).splitlines()[-1]
+    return folder / name
 
 
 def install(wheel: Path, home: Path) -> Path:
@@ -204,9 +209,9 @@ def test_the_plugin_in_the_docs(environment: Path, tmp_path: Path) -> None:
     for _, above, text in read_blocks("docs/extending.md"):
         if match := FILE.match(above):
             (tmp_path / "plugin" / match[1]).write_text(text + "\n")
-    options = ("--no-deps", "--no-index", "--no-build-isolation", "--quiet")
-    python = environment / "python"
-    run(python, "-m", "pip", "install", *options, ".", cwd=tmp_path / "plugin")
+    plugin = build("wheel", tmp_path / "plugin", tmp_path)
+    options = ("--no-deps", "--no-index", "--quiet")
+    run(environment / "python", "-m", "pip", "install", *options, plugin, cwd=tmp_path)
     overrides = '{"architectures": ["MyModelForCausalLM"]}'
     words = ("generate", "Once upon a time", "--max-tokens", "8", "--temperature", "0")
     theirs = run(environment / "quire", *words, cwd=tmp_path)

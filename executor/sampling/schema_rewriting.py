@@ -191,7 +191,8 @@ class _Rewriting:
         for key, value in schema.items():
             if key in COPIED:
                 plain[key] = value
-                if key == "minimum" and "integer" in as_list(schema.get("type", ())):
+                types = as_list(schema.get("type", ()))
+                if key == "minimum" and "integer" in types and "number" not in types:
                     plain[key] = max(value, LEAST_INTEGER)
             elif key == "$ref":
                 beside.append(self._in_place(value, is_opposite=False))

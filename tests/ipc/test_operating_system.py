@@ -99,7 +99,7 @@ def test_states_of_processes_are_those_of_linux() -> None:
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     while Linux().process_state(child.pid).cpu_s < 0.1:
         time.sleep(0.02)
-    assert Darwin().process_state(child.pid).cpu_s >= 0.1
+    assert Darwin().process_state(child.pid).cpu_s > 0.09  # sums of hundredths are rounded
     child.send_signal(signal.SIGSTOP)
     while not Linux().process_state(child.pid).is_stopped:
         time.sleep(0.01)

@@ -95,8 +95,9 @@ def test_a_process_ends_with_its_parent() -> None:
     started.communicate()
 
 
-def test_states_of_processes_are_those_of_linux() -> None:
+def test_states_of_processes_are_those_of_linux(request) -> None:
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    request.addfinalizer(child.kill)
     while Linux().process_state(child.pid).cpu_s < 0.1:
         time.sleep(0.02)
     assert Darwin().process_state(child.pid).cpu_s > 0.09  # sums of hundredths are rounded

@@ -251,7 +251,8 @@ def test_the_manylinux_wheel_generates_without_a_compiler(
 def test_the_manylinux_wheel_computes_the_same_bits(manylinux_wheel: Path, tmp_path: Path) -> None:
     """Its compiler is another one than that of the running environment's library."""
     with zipfile.ZipFile(manylinux_wheel) as archive:
-        library = archive.extract("quire/kernels/cpu/native/_native.so", tmp_path)
+        # not in the working directory, where Python would take the folder for the package
+        library = archive.extract("quire/kernels/cpu/native/_native.so", tmp_path / "wheel")
     mine = run(sys.executable, "-c", PRINT_BITS, cwd=tmp_path).splitlines()
     theirs = run(sys.executable, "-c", PRINT_BITS, cwd=tmp_path, QUIRE_NATIVE=library).splitlines()
     assert mine and len(mine) == len(theirs)

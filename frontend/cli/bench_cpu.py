@@ -70,6 +70,8 @@ def cpu(argv: list[str]) -> int:
     from ..engine_args import EngineArgs
 
     arguments = given(args, engine_flags())
+    device = arguments.setdefault("device", "cpu")  # not a GPU that there may be
+    require(device == "cpu", "--device", f"must be 'cpu', got {device!r}")
     asked = EngineArgs(arguments.pop("model", "bundled"), **arguments).create_engine_config()
     work, longest = model_work(asked), resolved(asked.model_config.max_model_len)
     plan = StepPlan(

@@ -29,7 +29,7 @@ def unpack_bits(x: Tensor, width: int, run: int) -> Tensor:
 
     `run` bytes hold the lowest bits of `run` weights, then the next bits of the next `run`.
     """
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8).view(-1, 1)
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=x.device).view(-1, 1)
     return ((x.unflatten(1, (-1, 1, run)) >> shifts) & (1 << width) - 1).flatten(1)
 
 

@@ -66,6 +66,7 @@ def test_the_defaults_fit_the_bundled_model(
 
     def measure(config: EngineConfig, plan: StepPlan, *_: Any) -> tuple[CpuLimits, list[Phase]]:
         assert config.model_config.max_model_len >= plan.max_model_len
+        assert config.device_config.device == "cpu"
         measured.append(plan)
         return CpuLimits({1: 1e9}, {"float32": 1e9}), []
 
@@ -84,6 +85,7 @@ def test_the_defaults_fit_the_bundled_model(
         (["--seconds", "0"], "--seconds: must be more than 0, got 0.0"),
         (["--svg", "nowhere"], "--svg: must be a directory, got 'nowhere'"),
         (["--context", "9999999"], "--context: must leave room for "),
+        (["--device", "cuda"], "--device: must be 'cpu', got 'cuda'"),
     ],
 )
 def test_refusals(capsys: pytest.CaptureFixture, arguments: list[str], message: str) -> None:

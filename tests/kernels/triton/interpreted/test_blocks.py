@@ -8,6 +8,7 @@ import torch
 from quire.kernels import registry
 from quire.kernels.moe import ClampedSwiGLU, Experts
 from quire.kernels.reference.gguf_linear import TYPES
+from quire.kernels.triton.blocks import _PLANES, pack_planes
 from quire.tests.kernels.case import DenseLayer, random_blocks
 from quire.tests.kernels.triton.guard import reachable
 from quire.tests.kernels.triton.interpreted.test_quantized import same
@@ -22,6 +23,14 @@ def functions(op: str, name: str = "triton") -> list:
 
 FEW = ("INT4_128", "Q6_K")  # the others are slow
 SLOW = [pytest.param(type, marks=pytest.mark.slow) for type in TYPES if type not in FEW]
+
+
+@pytest.mark.parametrize("type", _PLANES)
+def test_blocks_are_packed_on_their_own_device(type):
+    """Whatever the device: an operation with a tensor of another one raises an error."""
+    blocks = random_blocks(3, 256, type)
+    packed = pack_planes(blocks.to("meta"), type)
+    assert packed.data.is_meta and packed.data.shape == pack_planes(blocks, type).data.shape
 
 
 @pytest.mark.parametrize("type", [*FEW, *SLOW])

@@ -43,6 +43,8 @@ BETWEEN_DEVICES = {
     aten.index_put.default,
     aten._index_put_impl_.default,
 }
+# operations whose result the host needs
+WAITED_FOR = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default}
 # operations with tensors of the host as well as the device, by their contracts
 WITH_THE_HOST = {"copy_blocks"}
 
@@ -56,6 +58,7 @@ class FakeGpu:
         self.allocated = self.peak = 0
         self.captures: list[FakeCapture] = []
         self.clock_ms = 0.0
+        self.refuses_waits = False  # as with torch.cuda.set_sync_debug_mode("error")
         self._places: weakref.WeakValueDictionary[int, _Place] = weakref.WeakValueDictionary()
 
     def place_of(self, storage: torch.UntypedStorage) -> _Place:
@@ -125,6 +128,7 @@ class OnGpu(torch.Tensor):
     def numpy(self, *, force: bool = False) -> np.ndarray:
         if not force:
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        _wait()
         return self.held.numpy().copy()
 
     @property
@@ -136,6 +140,7 @@ class OnGpu(torch.Tensor):
         return True
 
     def tolist(self) -> Any:
+        _wait()
         return self.held.tolist()
 
     def record_stream(self, s: Any) -> None:
@@ -174,8 +179,13 @@ def run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
                 f"Expected all tensors to be on the same device: {func} got tensors of "
                 f"{[list(tensor.shape) for tensor in on_host]} on the host"
             )
-    result = func(*args, **kwargs)
     moves = is_conversion and is_on_gpu != bool(wrappers)
+    if func in WAITED_FOR and wrappers:
+        _wait()
+    if moves or (func is aten.copy_.default and wrappers and on_host):
+        if not (kwargs.get("non_blocking") or (func is aten.copy_.default and True in args[2:])):
+            _wait()
+    result = func(*args, **kwargs)
 
     def wrap(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -188,6 +198,15 @@ def run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         return OnGpu(value) if known is None else known
 
     return _mapped(wrap, result)
+
+
+def _wait() -> None:
+    if _gpu.refuses_waits:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+
+def _set_sync_debug_mode(mode: str) -> None:
+    _gpu.refuses_waits = mode == "error"
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -377,6 +396,7 @@ OF_CUDA: dict[str, Any] = {
     "reset_peak_memory_stats": lambda *_: _gpu.reset_peak(),
     "empty_cache": lambda: None,
     "synchronize": lambda *_: None,
+    "set_sync_debug_mode": _set_sync_debug_mode,
     "current_stream": lambda *_: _Stream(),
     "Stream": _Stream,
     "Event": _Event,

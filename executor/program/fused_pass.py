@@ -134,8 +134,8 @@ def noted(model: Model, ops: OpTable, *inputs: Any) -> tuple[list[Call], tuple[T
         return results[0] if len(results) == 1 else results
 
     put = Instruments(ops, note, _is_no_operation, _is_no_operation)
-    put.attach(model)
     try:
+        put.attach(model)
         with _Guard():
             results = OpByOp(model, put.table(""))(*inputs)  # type: ignore[arg-type]
     finally:

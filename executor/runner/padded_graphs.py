@@ -181,7 +181,7 @@ class PaddedStep:
         self._query_start_loc[: count + 1].copy_(metadata.query_start_loc)
         self._query_start_loc[count + 1 : width + 2] = size
         self._seq_lens[:count].copy_(metadata.seq_lens)
-        self._seq_lens[count] = size - num_tokens
+        self._seq_lens[count : count + 1] = size - num_tokens  # an index alone would synchronise
         self._seq_lens[count + 1 : width + 1] = 0
         if self._adapters is not None and metadata.adapters is not None:
             self._adapters[:num_tokens].copy_(metadata.adapters)

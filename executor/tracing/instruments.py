@@ -116,7 +116,11 @@ class Instruments:
                 self.replace(layer, name, self.wrap(Site(path, "embedding", implementation, value)))
             elif is_foreign and _is_function(value):
                 self.replace(layer, name, _Function(self, self._own_site(path, name, value)))
-            elif isinstance(value, Tensor) and not is_embedding and name not in NOT_WEIGHTS:
+            elif (
+                isinstance(value, Tensor)
+                and not (is_embedding or value.is_meta)  # a pass without tensors may leave some
+                and name not in NOT_WEIGHTS
+            ):
                 self.weights[address_of(value)] = value.nbytes
         if isinstance(layer, nn.Module):
             self._hook(layer, path, is_embedding)

@@ -20,6 +20,7 @@ from quire.tests.executor.driver import generate as generate_rows
 from quire.tests.executor.driver import start_executor
 from quire.tests.fake_gpu import OnGpu, fake_gpu
 from quire.tests.gguf_files import Tensor, write_gguf
+from quire.tests.gpu import test_device_state as device_state
 from quire.tests.kernels.case import random_blocks
 from quire.tests.mtp_checkpoints import save_with_head
 from quire.tests.quantized_checkpoints import write_quantized
@@ -72,6 +73,15 @@ def test_a_fake_gpu_refuses_what_a_gpu_refuses() -> None:
             torch.add(x, y)
         with pytest.raises(TypeError, match="numpy"):
             x.numpy()
+        torch.cuda.set_sync_debug_mode("error")
+        for waits in (x.tolist, x[0, 0].item, lambda: x[0].copy_(y[0]), lambda: y.to(x.device)):
+            with pytest.raises(RuntimeError, match="synchronizing"):
+                waits()
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            x[0, 0] = 3.0
+        x[0, :1] = 1.0
+        x[0].copy_(y[0], non_blocking=True)
+        torch.cuda.set_sync_debug_mode("default")
         there = y.to(x.device)
         there += x
         assert y.sum() == 6 and x.cpu().sum() == 6 and there.tolist() == [[2.0] * 3] * 2
@@ -348,3 +358,12 @@ def test_transformers_code(tmp_path: Path) -> None:
         found = generate_rows(executor, prompts, 3, params)
     assert [row.output for row in found] == [row.output for row in expected]
     assert executor.model.IS_FALLBACK and executor.runner.program is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}], ids=str)
+def test_a_launch_waits_for_nothing(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: Any
+) -> None:
+    model = save_tiny_model(tmp_path, "qwen3", seed=3)
+    with fake_gpu():
+        device_state.test_a_launch_does_not_synchronise(model, settings, False, monkeypatch)

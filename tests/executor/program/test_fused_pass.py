@@ -7,8 +7,9 @@ from collections import Counter
 import torch
 from quire.executor.models.decoder import Decoder
 from quire.executor.models.layers import LayerFactory
-from quire.executor.program.fused_pass import FusedPass, Placeholder, fuse, noted
+from quire.executor.program.fused_pass import FusedPass, Placeholder, Unrecordable, fuse, noted
 from quire.executor.program.step_program import OpByOp
+from quire.executor.tracing.instruments import Instruments
 from quire.executor.weights.loader import fill_with_random_weights
 from quire.ipc.models.architectures import ARCHITECTURES
 from quire.kernels import registry
@@ -55,12 +56,12 @@ class Packed:
         return y if residual is None else residual.add_(y)
 
 
-def make(rows: int):
-    row = ARCHITECTURES["Qwen3ForCausalLM"]
+def make(rows: int, name: str = "Qwen3ForCausalLM", **more):
+    row = ARCHITECTURES[name]
     ops = registry.select("cpu", torch.float32, REFERENCE, head_dim=16)
     ops.replace("pack_linear", Packed)
     factory = LayerFactory(ops, torch.float32, CPU)
-    model = Decoder.of_row(row, row.parse(SHAPE), factory, 128)
+    model = Decoder.of_row(row, row.parse(SHAPE | more), factory, 128)
     fill_with_random_weights(model, 0, lambda stage, fraction: None, factory.fill)
     for layer in model.attention_layers():
         layer.key_cache, layer.value_cache = torch.zeros(2, 33, 16, 2, 16)
@@ -92,6 +93,37 @@ def test_products_take_norms_gates_and_the_stream():
             both = [kind(model, ops)(*inputs) for kind in (OpByOp, FusedPass)]
         for one, other in zip(*both, strict=True):
             assert torch.equal(one, other)
+
+
+def test_a_pass_that_leaves_its_tensors_in_the_model_can_be_repeated():
+    """Gemma 4 keeps the inputs of its layers until its next pass."""
+    more = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 100}
+    more |= {"layer_types": ["full_attention"] * 2, "global_head_dim": 16}
+    more |= {"hidden_act": "gelu_pytorch_tanh"}
+    model, ops, inputs = make(2, "Gemma4ForCausalLM", **more)
+    passes = FusedPass(model, ops)
+    with torch.inference_mode():
+        found = [run(*inputs) for run in (OpByOp(model, ops), passes, passes)]
+    assert passes._is_fused
+    for one, other, again in zip(*found, strict=True):
+        assert torch.equal(one, other) and torch.equal(one, again)
+
+
+def test_a_pass_that_cannot_be_noted_leaves_the_model_as_it_was(monkeypatch):
+    model, ops, inputs = make(1)
+    before = [vars(layer).copy() for layer in model.layers]
+    attach = Instruments.attach
+
+    def fail(self, owner):
+        attach(self, owner)
+        raise Unrecordable("something else")
+
+    monkeypatch.setattr(Instruments, "attach", fail)
+    passes = FusedPass(model, ops)
+    with torch.inference_mode():
+        found = passes(*inputs)
+        assert all(map(torch.equal, found, OpByOp(model, ops)(*inputs)))
+    assert not passes._is_fused and [vars(layer) for layer in model.layers] == before
 
 
 def test_a_result_that_is_read_twice_is_kept():

@@ -25,8 +25,8 @@ settings.load_profile("quire")
 # engine does.
 import quire.executor  # noqa: E402, F401
 from quire.tests import garbage  # noqa: E402
-from quire.tests.engine_device import use_device  # noqa: E402
-from quire.tests.not_on_a_gpu import reason_for  # noqa: E402
+from quire.tests.engine_device import use_device, use_invariant_kernels  # noqa: E402
+from quire.tests.not_on_a_gpu import needs_invariance, reason_for  # noqa: E402
 from quire.tests.samples import mark_rest_slow  # noqa: E402
 
 
@@ -50,6 +50,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (reason := reason_for(item.nodeid)) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of the test, which may make engines
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    use_invariant_kernels(needs_invariance(item.nodeid))
 
 
 def pytest_collection_finish() -> None:

@@ -7,11 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from quire.executor.kernel_choice import INVARIANT_ON_A_GPU
 from quire.frontend.engine_args import EngineArgs
 
 KV_CACHE_BYTES = 2**30  # of one engine on a GPU, which several test processes share
 # Programs that a test starts know it, too. A name with QUIRE_ would be one of a setting.
 _VARIABLE = "DEVICE_OF_TESTS"
+_INVARIANT = "KERNELS_OF_TESTS_ARE_INVARIANT"
 
 
 def engine_device() -> str:
@@ -26,6 +28,11 @@ def use_device(name: str) -> None:
         EngineArgs.create_engine_config = _with_device(EngineArgs.create_engine_config)
 
 
+def use_invariant_kernels(wanted: bool) -> None:
+    """Whether engines on a GPU whose test names no device get the kernels of batch_invariant."""
+    os.environ[_INVARIANT] = "1" if wanted else ""
+
+
 def _with_device(create_engine_config: Any) -> Any:
     @functools.wraps(create_engine_config)
     def create(args: EngineArgs) -> Any:
@@ -35,6 +42,8 @@ def _with_device(create_engine_config: Any) -> Any:
             has_default = given["kv_cache_memory_bytes"] is given["num_gpu_blocks_override"] is None
             if engine_device() != "cpu" and has_default:
                 given["kv_cache_memory_bytes"] = KV_CACHE_BYTES
+            if engine_device() != "cpu" and os.environ.get(_INVARIANT):
+                given["kernels"] = INVARIANT_ON_A_GPU | given["kernels"]
         return create_engine_config(EngineArgs(**given))
 
     return create

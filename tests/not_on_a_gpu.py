@@ -26,6 +26,20 @@ REASONS = {
 }
 
 
+# Tests that compare the bits of a request beside others, or in other chunks, with those that it
+# has alone. A GPU has such bits with the kernels of batch_invariant.
+INVARIANT = (
+    r"^tests/test_(kv_offload|speculation|hybrid_models)\.py",
+    r"^tests/executor/models/test_(draft|mtp)_heads\.py",
+    r"::test_(exact_whole|bits_|same_bits|windows_experts)",
+)
+
+
+def needs_invariance(test_id: str) -> bool:
+    """Whether the engines of this test get the kernels of batch_invariant on a GPU."""
+    return any(re.search(pattern, test_id) for pattern in INVARIANT)
+
+
 def reason_for(test_id: str) -> str | None:
     """Why this test cannot pass on a GPU; None: it must."""
     for pattern, reason in REASONS.items():

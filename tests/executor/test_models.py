@@ -343,13 +343,14 @@ def assert_same_as_oracle(row: Row, expected: torch.Tensor) -> None:
     """Check greedy outputs in one forward pass. If every token is the argmax after its
     predecessors, the whole is transformers' greedy output.
     """
+    atol = 1e-4 if engine_device() == "cpu" else 2e-4  # a GPU's exp keeps fewer bits
     assert row.error is None
     assert row.output == expected.argmax(-1).tolist()
     for (ids, logprobs, rank), reference in zip(row.logprobs, expected.numpy(), strict=True):
         assert rank == 1
-        np.testing.assert_allclose(logprobs, reference[ids], atol=1e-4)
+        np.testing.assert_allclose(logprobs, reference[ids], atol=atol)
         np.testing.assert_allclose(
-            logprobs[1:], np.sort(reference)[::-1][: len(ids) - 1], atol=1e-4
+            logprobs[1:], np.sort(reference)[::-1][: len(ids) - 1], atol=atol
         )
 
 

@@ -16,6 +16,7 @@ from quire.kernels.cpu.native.calls import Op
 from quire.kernels.cpu.native.replay import Program
 from quire.kernels.ops import ABSENT
 from quire.tests.bundled_model import heads
+from quire.tests.engine_device import engine_device
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -124,7 +125,7 @@ def test_a_heads_own_vocabulary_has_any_order(target, tmp_path):
             assert passes.model.own_head.shards == {"lm_head": 900}
             calls = passes.run.calls if isinstance(passes.run, Program) else []
             assert not calls or [c.op for c in calls].count(Op.SPREAD_LOGITS) == 1
-            found.append(passes.model.compute_logits(hidden))
+            found.append(passes.model.compute_logits(hidden.to(engine_device())).cpu())
     expected = torch.full_like(found[0], ABSENT)
     expected[:, head.known] = head.lm_head(hidden)
     torch.testing.assert_close(found[0], expected)

@@ -88,7 +88,7 @@ def assert_those_of(head: TorchHead, seen: list[Drafts]) -> None:
     assert len(seen) > 10
     for known, drafts, logits in seen:
         expected, of_first = head.drafts(known, len(drafts))
-        torch.testing.assert_close(logits, of_first, rtol=1e-4, atol=3e-4)
+        torch.testing.assert_close(logits.cpu(), of_first, rtol=1e-4, atol=3e-4)
         assert drafts == expected
 
 

@@ -278,6 +278,7 @@ def test_windows_return_blocks(model_type, windows, made):
         block_size=8,
         max_num_batched_tokens=16,
         num_scheduler_steps=1,
+        async_scheduling=False,
         num_gpu_blocks_override=most + 1,
     )
     try:
@@ -331,7 +332,8 @@ def test_norms_and_gated_mlps_are_quires_where_they_are_equal(model_type, norms,
 @pytest.mark.skipif(library is None, reason="native kernels are not built here")
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_gated_mlp_is_two_calls_with_the_bits_of_three(quantization, made):
-    model = start(made("cohere2")[0], dtype="bfloat16", quantization=quantization).model
+    settings = {"dtype": "bfloat16", "quantization": quantization, "device": "cpu"}
+    model = start(made("cohere2")[0], **settings).model
     mlps = [module for module in model._model.modules() if isinstance(module, QuireMLP)]
     assert len(mlps) == 3
     for mlp in mlps:
@@ -360,7 +362,8 @@ class OddMLP(torch.nn.Module):
 
 
 def test_other_formulas_stay_as_they_are(made):
-    make = LayerFactory(start(made("gpt2")[0]).ops, torch.bfloat16, torch.device("cpu"))
+    ops = start(made("gpt2")[0], device="cpu").ops
+    make = LayerFactory(ops, torch.bfloat16, torch.device("cpu"))
     odd = OddRMSNorm(8)
     assert is_norm(odd) and norm_form(odd, make) is None
     assert gated_form(OddMLP(), make) is None

@@ -1,9 +1,13 @@
 """Whole prompts and decode steps at long contexts: Quire and others' llama-bench on one GGUF file.
 
-    python tests/bench/make_gguf.py 0.5B-layer OUT.gguf
-    llama-quantize OUT.gguf LAYER.gguf Q8_0
-    python tests/bench/bench_long_peers.py LAYER.gguf [--peer NAME=DIRECTORY …]
+    python tests/bench/make_gguf.py 0.5B-layers LAYERS.gguf --type Q8_0
+    python tests/bench/make_gguf.py 0.5B-layer LAYER.gguf --type Q8_0
+    python tests/bench/bench_long_peers.py LAYERS.gguf --less LAYER.gguf [--peer NAME=DIRECTORY …]
         [--contexts 16000 32000] [--caches plain int8] [--threads 2] [--rounds 3]
+
+The times of LAYER.gguf are subtracted, so that those of four layers are left. This matters:
+llama.cpp and ik_llama.cpp compute the last layer's feed-forward network for those tokens alone
+whose logits are read, Quire for all tokens. With one layer, that is most of a short prompt.
 
 DIRECTORY has a llama-bench of llama.cpp or ik_llama.cpp. The engines take turns. The plain cache is
 bf16 in Quire and f16 elsewhere, the int8 one `kv_cache_dtype=int8` and `-ctk q8_0 -ctv q8_0`. Quire
@@ -80,14 +84,16 @@ def floor(work: ModelWork, context: int) -> float:
     return work.prefill(context).arithmetic_seconds(gemm_flops(torch.int8, 0.5), fastest)
 
 
-def measured(args: argparse.Namespace, cache: str, context: int) -> dict[str, list[Seconds]]:
+def measured(
+    args: argparse.Namespace, model: str, cache: str, context: int
+) -> dict[str, list[Seconds]]:
     """By engine, one per round, and "floor"."""
-    config = make_config(args.model, dtype="bfloat16")
+    config = make_config(model, dtype="bfloat16")
     work = model_work(config)
     found = defaultdict[str, list[Seconds]](list)
     settings = {"kv_cache_dtype": "int8"} if cache == "int8" else {}
     with LLM(
-        args.model,
+        model,
         num_threads=args.threads,
         max_model_len=context + STEPS + 1,
         skip_tokenizer_init=True,
@@ -95,12 +101,22 @@ def measured(args: argparse.Namespace, cache: str, context: int) -> dict[str, li
     ) as llm:
         engines = {"Quire": partial(seconds_of_quire, llm)}
         for name, directory in args.peer:
-            engines[name] = partial(seconds_of_peer, directory, args.model, args.threads, cache)
+            engines[name] = partial(seconds_of_peer, directory, model, args.threads, cache)
         for _ in range(args.rounds):
             for name, seconds in engines.items():
                 found[name].append(seconds(context))
             found["floor"].append({"prompt": floor(work, context)})
     return found
+
+
+def less(found: dict[str, list[Seconds]], by: dict[str, list[Seconds]]) -> dict[str, list[Seconds]]:
+    return {
+        name: [
+            {kind: seconds - b[kind] for kind, seconds in a.items()}
+            for a, b in zip(rounds, by[name], strict=True)
+        ]
+        for name, rounds in found.items()
+    }
 
 
 def row(found: dict[str, list[Seconds]], kind: str) -> str:
@@ -112,7 +128,7 @@ def row(found: dict[str, list[Seconds]], kind: str) -> str:
         if kind not in rounds[0]:
             continue
         median = statistics.median(one[kind] for one in rounds)
-        cell = f"{median:.1f} s" if kind == "prompt" else f"{1e3 * median:.2f} ms"
+        cell = f"{median:.2f} s" if kind == "prompt" else f"{1e3 * median:.2f} ms"
         ratio = statistics.median(
             a[kind] / b[kind] for a, b in zip(rounds, found["Quire"], strict=True)
         )
@@ -132,6 +148,7 @@ def peer(text: str) -> tuple[str, Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
+    parser.add_argument("--less", help="a file with fewer layers, whose times are subtracted")
     parser.add_argument("--peer", type=peer, action="append", default=[])
     parser.add_argument("--contexts", type=int, nargs="+", default=[16000, 32000])
     parser.add_argument("--caches", nargs="+", choices=list(PEER_CACHES), default=["plain", "int8"])
@@ -142,7 +159,9 @@ def main() -> None:
     print(f"{hardware()}, {args.threads} threads, {Path(args.model).name}")
     for context in args.contexts:
         for cache in args.caches:
-            found = measured(args, cache, context)
+            found = measured(args, args.model, cache, context)
+            if args.less:
+                found = less(found, measured(args, args.less, cache, context))
             for kind in ("prompt", "step"):
                 print(f"| {context} | {cache} | {kind} | {row(found, kind)} |", flush=True)
 

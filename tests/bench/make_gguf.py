@@ -6,7 +6,7 @@ llama-quantize OUT.gguf OUT-Q4_K_M.gguf Q4_K_M
 python tests/bench/make_gguf.py 1.5B OUT-Q4_K.gguf --type Q4_K
 
 0.5B-layer is one layer of Qwen2.5-0.5B with a vocabulary of 8,192, for which its head is about as
-large a part as the whole model's.
+large a part as the whole model's. 0.5B-layers is five of them.
 Mixtures of experts are 30B-A3B-layers, four layers of Qwen3-30B-A3B, and 30B-A3B-small, a sixteenth
 of its parameters; both with a vocabulary of 32,000, so that the head does not take most of a step.
 """
@@ -24,7 +24,10 @@ from quire.tests.kernels.case import random_blocks
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
-LAYERS = {"0.5B-layer": shape(896, 1, 14, 2, 64, 4864, 8192, True)}
+LAYERS = {
+    "0.5B-layer": shape(896, 1, 14, 2, 64, 4864, 8192, True),
+    "0.5B-layers": shape(896, 5, 14, 2, 64, 4864, 8192, True),
+}
 MIXTURES = {
     "30B-A3B-layers": shape(2048, 4, 32, 4, 128, 768, 32_000, True, **EXPERTS),
     "30B-A3B-small": shape(1024, 9, 16, 2, 128, 512, 32_000, True, **EXPERTS),

@@ -23,13 +23,14 @@ BF16, FP32 = 2, 4  # bytes
 @dataclass(frozen=True)
 class KernelCall:
     """limit: "bytes" moved to and from memory, or "flops"; amount: the minimum of these that the
-    contract allows.
+    contract allows. waits: whether it reads the host's memory, which no CUDA graph can.
     """
 
     name: str
     call: Callable[[], Any]
     limit: str
     amount: float
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def attention_inputs(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
         lambda: ops.copy_blocks([*caches], [*caches], pairs),
         "bytes",
         2 * half * caches[:, 0].nbytes,
+        waits=True,
     )
     outside = torch.empty(caches.shape, dtype=caches.dtype, pin_memory=device != "cpu")
     yield KernelCall(
@@ -141,6 +143,7 @@ def attention_inputs(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
         lambda: ops.copy_blocks([*caches], [*outside], pairs),
         "bytes",
         2 * half * caches[:, 0].nbytes,
+        waits=True,
     )
 
 

@@ -8,6 +8,7 @@ import argparse
 
 import pytest
 from quire.kernels.registry import CONTRACTS
+from quire.tests.bench import timing
 from quire.tests.bench.bench_gpu import Bench
 
 
@@ -121,3 +122,28 @@ def test_a_failing_part_does_not_end_the_others(capsys) -> None:
     assert (
         '"failed": "ZeroDivisionError: a bug"' in capsys.readouterr().out and "peers" in dry.found
     )
+
+
+def test_what_a_graph_reads_before_a_call_is_not_the_calls_time(monkeypatch) -> None:
+    """The clock of a GPU that is not there: 30 us for the reading, 5 us for the call."""
+    clock: list[float] = []
+    graphs: list[list[float]] = []
+
+    class Capture:
+        def __init__(self, graph: object) -> None: ...
+
+        def __enter__(self) -> None:
+            clock.clear()
+
+        def __exit__(self, *error: object) -> None:
+            graphs.append([*clock])
+
+    monkeypatch.setattr(timing, "CACHED", 16384)
+    monkeypatch.setattr(timing.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timing.torch.cuda, "CUDAGraph", lambda: argparse.Namespace(replay=None))
+    monkeypatch.setattr(timing.torch.cuda, "graph", Capture)
+    monkeypatch.setattr(timing, "gpu_seconds", lambda replay: sum(graphs[-1]))
+    monkeypatch.setattr(timing.GraphTimer, "_read", lambda self: clock.append(30e-6))
+    timer = timing.GraphTimer("cpu")
+    assert timer.seconds(lambda: clock.append(5e-6)) == pytest.approx(5e-6)
+    assert [len(graph) for graph in graphs] == [timing.CALLS, 2 * timing.CALLS]

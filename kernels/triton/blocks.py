@@ -38,7 +38,7 @@ from ..reference.gguf_linear import GROUP
 from ..registry import register, with_forms
 from .device import PLAIN, PRIORITY, is_cuda, multiplies_fp8
 from .e4m3 import multiply_e4m3, rows_for
-from .quantized import quantize
+from .quantized import ADDED_AT_ONCE, ADDED_COLUMNS, FEW_COLUMNS, num_pieces, quantize
 
 PACKED_AT_ONCE = 2**24  # bytes; bounds what packing takes beside the result
 # IQ4_NL's numbers, a byte each: those of the nibbles 0 to 7, and of 8 to 15
@@ -155,6 +155,14 @@ def half(places, mask):
 
 # ---------------------------------------------------------------- products
 
+WITHOUT_LEASTS = ("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "MXFP4", "Q6_K", "INT2_64", "INT2_128")
+
+
+@triton.constexpr_function
+def has_leasts(type: str) -> bool:
+    """Whether scales_of says what is added to each weight."""
+    return type not in WITHOUT_LEASTS
+
 
 @triton.jit
 def products(
@@ -197,16 +205,7 @@ def products(
                 exact = tl.dot(x, numbers, out_dtype=tl.int32)
             scaled = exact.to(tl.float32) * x_scale[:, None]
             total = tl.fma(scaled, tl.broadcast_to(last[None, :], scaled.shape), total)
-            if not (
-                TYPE == "Q8_0"
-                or TYPE == "Q4_0"
-                or TYPE == "Q5_0"
-                or TYPE == "IQ4_NL"
-                or TYPE == "MXFP4"
-                or TYPE == "Q6_K"
-                or TYPE == "INT2_64"
-                or TYPE == "INT2_128"
-            ):
+            if has_leasts(TYPE):
                 sums = tl.load(sums_ptr + row * BLOCKS + block, mask=in_rows, other=0.0)
                 sums = tl.broadcast_to(sums[:, None], scaled.shape)
                 total = tl.fma(sums, tl.broadcast_to(least[None, :], scaled.shape), total)
@@ -254,6 +253,95 @@ def multiply_kernel(
     places = out_ptr + row[:, None] * out_stride + column[None, :]
     mask = in_rows[:, None] & in_columns[None, :]
     tl.store(places, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sums_kernel(
+    numbers_ptr,
+    weight_ptr,
+    sums_ptr,
+    num_rows,
+    num_columns,
+    BLOCKS: tl.constexpr,
+    TYPE: tl.constexpr,
+    PIECE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (blocks of columns, pieces of PIECE blocks): the sums of the numbers of each block,
+    which are exact, of at most ROWS rows: sums [BLOCKS, num_rows, num_columns] int32; of Q6_K
+    [BLOCKS, 2, num_rows, num_columns], of a block's first and last 16 columns.
+    """
+    row = tl.arange(0, ROWS).to(tl.int64)
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    in_rows, in_columns = row < num_rows, column < num_columns
+    mask, k = in_rows[:, None] & in_columns[None, :], tl.arange(0, 32)
+    count = tl.full((), BLOCKS, tl.int64) * num_columns
+    begin = tl.program_id(1) * PIECE
+    for block in range(begin, tl.minimum(begin + PIECE, BLOCKS)):
+        x_places = numbers_ptr + (row * (BLOCKS * 32) + block * 32)[:, None] + k[None, :]
+        x = tl.load(x_places, mask=in_rows[:, None], other=0)
+        at = tl.cast(block, tl.int64) * num_columns + column
+        numbers = tl.trans(numbers_of(weight_ptr, at, count, in_columns, TYPE))
+        places = (block * num_rows + row)[:, None] * num_columns + column[None, :]
+        if TYPE == "Q6_K":
+            places = ((2 * block) * num_rows + row)[:, None] * num_columns + column[None, :]
+            exact = tl.dot(tl.where(k < 16, x, 0), numbers, out_dtype=tl.int32)
+            tl.store(sums_ptr + places, exact, mask=mask)
+            places += tl.cast(num_rows, tl.int64) * num_columns
+            x = tl.where(k < 16, 0, x)
+        tl.store(sums_ptr + places, tl.dot(x, numbers, out_dtype=tl.int32), mask=mask)
+
+
+@triton.jit
+def add_blocks_kernel(
+    sums_ptr,
+    scales_ptr,
+    x_sums_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    out_stride,
+    num_rows,
+    num_columns,
+    BLOCKS: tl.constexpr,
+    TYPE: tl.constexpr,
+    BIAS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (rows, blocks of columns): out [num_rows, num_columns] with a stride, from what
+    sums_kernel makes, in the order of `products`. AT_ONCE blocks are loaded before they are added.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    in_columns = column < num_columns
+    total = tl.zeros((COLUMNS,), tl.float32)
+    count = tl.full((), BLOCKS, tl.int64) * num_columns
+    for start in range(0, BLOCKS, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            block = start + i
+            is_block = block < BLOCKS
+            mask = in_columns & is_block
+            x_scale = tl.load(scales_ptr + row * BLOCKS + block, is_block, 0.0)
+            scale, last, least = scales_of(
+                weight_ptr, block, column, num_columns, count, mask, TYPE
+            )
+            places = (block * num_rows + row) * num_columns + column
+            if TYPE == "Q6_K":
+                places = (2 * block * num_rows + row) * num_columns + column
+                exact = tl.load(sums_ptr + places, mask, 0)
+                total = tl.fma(exact.to(tl.float32) * x_scale, scale, total)
+                places += tl.cast(num_rows, tl.int64) * num_columns
+            exact = tl.load(sums_ptr + places, mask, 0)
+            total = tl.fma(exact.to(tl.float32) * x_scale, last, total)
+            if has_leasts(TYPE):
+                sums = tl.load(x_sums_ptr + row * BLOCKS + block, is_block, 0.0)
+                total = tl.fma(tl.broadcast_to(sums, (COLUMNS,)), least, total)
+    if BIAS:
+        total += tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)
+    out_ptrs = out_ptr + row * out_stride + column
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=in_columns)
 
 
 @triton.jit
@@ -440,6 +528,9 @@ class BlockLinear:
                 multiply_e4m3(rows, part.data, size, part.num_rows, bias, places)
                 continue
             of_x = of_x or quantize(x, GROUP)
+            if num_pieces(num_rows, part.num_rows, self.num_blocks) > 1:
+                self._multiply_in_pieces(of_x, part, bias, places)
+                continue
             shape = multiply_shape(num_rows, self.num_blocks, part.type)
             grid = (
                 triton.cdiv(num_rows, shape["ROWS"]),
@@ -460,6 +551,53 @@ class BlockLinear:
                 **PLAIN,
             )
         return out
+
+    def _multiply_in_pieces(
+        self,
+        of_x: tuple[Tensor, Tensor, Tensor],
+        part: Planes,
+        bias: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """A product of few rows in two launches, the first of which has enough programs."""
+        numbers, scales, x_sums = of_x
+        num_rows, num_blocks, num_columns = len(out), self.num_blocks, part.num_rows
+        pieces = num_pieces(num_rows, num_columns, num_blocks)
+        per_block = 2 if part.type == "Q6_K" else 1
+        sums = out.new_empty(num_blocks * per_block, num_rows, num_columns, dtype=torch.int32)
+        sums_kernel[triton.cdiv(num_columns, FEW_COLUMNS), pieces](
+            numbers,
+            part.data,
+            sums,
+            num_rows,
+            num_columns,
+            BLOCKS=num_blocks,
+            TYPE=part.type,
+            PIECE=triton.cdiv(num_blocks, pieces),
+            ROWS=16,
+            COLUMNS=FEW_COLUMNS,
+            num_warps=1,
+            num_stages=4,
+            **PLAIN,
+        )
+        add_blocks_kernel[num_rows, triton.cdiv(num_columns, ADDED_COLUMNS)](
+            sums,
+            scales,
+            x_sums,
+            part.data,
+            out if bias is None else bias,  # without BIAS it is not read
+            out,
+            out.stride(0),
+            num_rows,
+            num_columns,
+            BLOCKS=num_blocks,
+            TYPE=part.type,
+            BIAS=bias is not None,
+            AT_ONCE=min(ADDED_AT_ONCE, triton.next_power_of_2(num_blocks)),
+            COLUMNS=ADDED_COLUMNS,
+            num_warps=1,
+            **PLAIN,
+        )
 
     def embedding(self, token_ids: Tensor) -> Tensor:
         [part] = self.parts

@@ -20,6 +20,11 @@ LEAST_NUMBER = tl.constexpr(LEAST)
 # Adding it to a number below 2**22, and subtracting it again, rounds to nearest, ties to even.
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23
 QUANTIZED_AT_ONCE = 512  # numbers of x in a program
+# Products in pieces, see num_pieces.
+MOST_IN_PIECES = 4  # rows: each adds 4 bytes for each group of a column, written and read again
+PROGRAMS = 1056  # eight for each multiprocessor of an H100
+FEW_COLUMNS = 32  # of a tile
+ADDED_COLUMNS, ADDED_AT_ONCE = 32, 16
 PACKED_AT_ONCE = 2**24  # weights; bounds what packing takes beside the result
 
 
@@ -97,6 +102,39 @@ def quantize(x: Tensor, group: int, has_sums: bool = True) -> tuple[Tensor, Tens
 
 
 @triton.jit
+def group_sums(
+    numbers_ptr,
+    row,
+    in_rows,
+    weight_ptr,
+    factors_ptr,
+    column,
+    in_columns,
+    group,
+    GROUPS: tl.constexpr,
+    G: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """[ROWS, COLUMNS] int32: the sums of one group, which are exact. See group_products."""
+    STORED: tl.constexpr = G * BITS // 8  # bytes of a group
+    K: tl.constexpr = G // 2
+    k = tl.arange(0, K)
+    x_ptrs = numbers_ptr + (row * (GROUPS * G) + group * G)[:, None] + k[None, :]
+    first = tl.load(x_ptrs, mask=in_rows[:, None], other=0)
+    second = tl.load(x_ptrs + K, mask=in_rows[:, None], other=0)
+    w_ptrs = weight_ptr + (column * (GROUPS * STORED) + group * STORED)[:, None] + k[None, :]
+    low = tl.load(w_ptrs, mask=in_columns[:, None], other=0)
+    if BITS == 8:
+        high = tl.load(w_ptrs + K, mask=in_columns[:, None], other=0)
+    else:
+        factor_ptrs = factors_ptr + (column * GROUPS + group) * 2
+        high = (low >> 4) * tl.load(factor_ptrs + 1, mask=in_columns, other=0)[:, None]
+        low = ((low << 4) >> 4) * tl.load(factor_ptrs, mask=in_columns, other=0)[:, None]
+    exact = tl.dot(first, tl.trans(low), out_dtype=tl.int32)
+    return tl.dot(second, tl.trans(high), exact, out_dtype=tl.int32)
+
+
+@triton.jit
 def group_products(
     numbers_ptr,
     scales_ptr,
@@ -118,26 +156,21 @@ def group_products(
     first half, and the high one of its second; factors [., GROUPS, 2] int8; weight_scales
     [., GROUPS] bf16.
     """
-    row_start = row * (GROUPS * G)
-    STORED: tl.constexpr = G * BITS // 8  # bytes of a group
-    K: tl.constexpr = G // 2
-    k = tl.arange(0, K)
-    weight_start = column * (GROUPS * STORED)
     total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
     for group in range(GROUPS):
-        x_ptrs = numbers_ptr + (row_start + group * G)[:, None] + k[None, :]
-        first = tl.load(x_ptrs, mask=in_rows[:, None], other=0)
-        second = tl.load(x_ptrs + K, mask=in_rows[:, None], other=0)
-        w_ptrs = weight_ptr + (weight_start + group * STORED)[:, None] + k[None, :]
-        low = tl.load(w_ptrs, mask=in_columns[:, None], other=0)
-        if BITS == 8:
-            high = tl.load(w_ptrs + K, mask=in_columns[:, None], other=0)
-        else:
-            factor_ptrs = factors_ptr + (column * GROUPS + group) * 2
-            high = (low >> 4) * tl.load(factor_ptrs + 1, mask=in_columns, other=0)[:, None]
-            low = ((low << 4) >> 4) * tl.load(factor_ptrs, mask=in_columns, other=0)[:, None]
-        exact = tl.dot(first, tl.trans(low), out_dtype=tl.int32)
-        exact = tl.dot(second, tl.trans(high), exact, out_dtype=tl.int32)
+        exact = group_sums(
+            numbers_ptr,
+            row,
+            in_rows,
+            weight_ptr,
+            factors_ptr,
+            column,
+            in_columns,
+            group,
+            GROUPS,
+            G,
+            BITS,
+        )
         scale = tl.load(scales_ptr + row * GROUPS + group, mask=in_rows, other=0.0)
         of_weight = tl.load(
             weight_scales_ptr + column * GROUPS + group, mask=in_columns, other=0.0
@@ -190,6 +223,81 @@ def multiply_kernel(
     tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def sums_kernel(
+    numbers_ptr,
+    weight_ptr,
+    factors_ptr,
+    sums_ptr,
+    num_rows,
+    num_columns,
+    GROUPS: tl.constexpr,
+    G: tl.constexpr,
+    PIECE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Grid (blocks of columns, pieces of PIECE groups): sums [GROUPS, num_rows, num_columns] int32
+    of group_sums, for at most ROWS rows.
+    """
+    row = tl.arange(0, ROWS).to(tl.int64)
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    in_rows, in_columns = row < num_rows, column < num_columns
+    begin = tl.program_id(1) * PIECE
+    for group in range(begin, tl.minimum(begin + PIECE, GROUPS)):
+        exact = group_sums(
+            numbers_ptr,
+            row,
+            in_rows,
+            weight_ptr,
+            factors_ptr,
+            column,
+            in_columns,
+            group,
+            GROUPS,
+            G,
+            BITS,
+        )
+        places = (group * num_rows + row)[:, None] * num_columns + column[None, :]
+        tl.store(sums_ptr + places, exact, mask=in_rows[:, None] & in_columns[None, :])
+
+
+@triton.jit
+def add_groups_kernel(
+    sums_ptr,
+    scales_ptr,
+    weight_scales_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    GROUPS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Grid (rows, blocks of columns): out [num_rows, num_columns] from what sums_kernel makes, in
+    the order of group_products. AT_ONCE groups are loaded before they are added.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    in_columns = column < num_columns
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, GROUPS, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            group = start + i
+            mask = in_columns & (group < GROUPS)
+            exact = tl.load(sums_ptr + (group * num_rows + row) * num_columns + column, mask, 0)
+            scale = tl.load(scales_ptr + row * GROUPS + group, group < GROUPS, 0.0)
+            of_weight = tl.load(weight_scales_ptr + column * GROUPS + group, mask, 0.0)
+            total = tl.fma(exact.to(tl.float32), of_weight.to(tl.float32) * scale, total)
+    if BIAS:
+        total += tl.load(bias_ptr + column, mask=in_columns, other=0.0).to(tl.float32)
+    out_ptrs = out_ptr + row * num_columns + column
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=in_columns)
+
+
 class QuantizedLinear:
     """Keeps integers of 8 or 4 bits. Scales are numbers of bfloat16, as the packing makes them."""
 
@@ -225,6 +333,9 @@ class QuantizedLinear:
         if not num_rows:
             return out
         numbers, scales, _ = quantize(x, self.group, has_sums=False)
+        if num_pieces(num_rows, self.num_columns, num_groups) > 1:
+            self._multiply_in_pieces(numbers, scales, out)
+            return out
         shape = multiply_shape(num_rows)
         grid = triton.cdiv(num_rows, shape["ROWS"]), triton.cdiv(self.num_columns, shape["COLUMNS"])
         multiply_kernel[grid](
@@ -246,6 +357,44 @@ class QuantizedLinear:
         )
         return out
 
+    def _multiply_in_pieces(self, numbers: Tensor, scales: Tensor, out: Tensor) -> None:
+        """A product of few rows in two launches, the first of which has enough programs."""
+        num_rows, num_groups = len(out), self.num_groups
+        pieces = num_pieces(num_rows, self.num_columns, num_groups)
+        sums = out.new_empty(num_groups, num_rows, self.num_columns, dtype=torch.int32)
+        sums_kernel[triton.cdiv(self.num_columns, FEW_COLUMNS), pieces](
+            numbers,
+            self.numbers,
+            self.factors,
+            sums,
+            num_rows,
+            self.num_columns,
+            GROUPS=num_groups,
+            G=self.group,
+            PIECE=triton.cdiv(num_groups, pieces),
+            ROWS=16,
+            COLUMNS=FEW_COLUMNS,
+            BITS=self.bits,
+            num_warps=2,
+            num_stages=3,
+            **PLAIN,
+        )
+        add_groups_kernel[num_rows, triton.cdiv(self.num_columns, ADDED_COLUMNS)](
+            sums,
+            scales,
+            self.scales,
+            out if self.bias is None else self.bias,  # without BIAS it is not read
+            out,
+            num_rows,
+            self.num_columns,
+            GROUPS=num_groups,
+            AT_ONCE=min(ADDED_AT_ONCE, triton.next_power_of_2(num_groups)),
+            COLUMNS=ADDED_COLUMNS,
+            BIAS=self.bias is not None,
+            num_warps=1,
+            **PLAIN,
+        )
+
     def embedding(self, token_ids: Tensor) -> Tensor:
         ids = token_ids.long()
         numbers = self.numbers[ids].view(len(ids), self.num_groups, -1)
@@ -254,6 +403,18 @@ class QuantizedLinear:
             numbers = (halves * self.factors[ids].unsqueeze(-1)).flatten(2)
         rows = numbers.float() * self.scales[ids].float().unsqueeze(-1)
         return rows.flatten(1)[:, : self.in_features].to(self.dtype)
+
+
+def num_pieces(num_rows: int, num_columns: int, num_groups: int) -> int:
+    """Into how many pieces the groups of a product are divided. One group after the other, few
+    programs wait for memory most of the time: each group's scales come after its numbers. Sums of
+    pieces are exact, so their scales can be applied in order afterwards.
+    """
+    if num_rows > MOST_IN_PIECES:
+        return 1
+    tiles = triton.cdiv(num_columns, FEW_COLUMNS)
+    pieces = min(num_groups, triton.cdiv(PROGRAMS, tiles))
+    return triton.cdiv(num_groups, triton.cdiv(num_groups, pieces))  # none is empty
 
 
 def multiply_shape(num_rows: int) -> dict[str, int]:

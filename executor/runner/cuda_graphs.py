@@ -153,7 +153,7 @@ class GraphedStep:
             put_states(self._states, metadata.states, size)
         self._copy_images(count, size, metadata.images)
         replay()
-        return tuple(result[:count] for result in results)
+        return results if count == size else tuple(result[:count] for result in results)
 
     def _copy(
         self,

@@ -14,7 +14,7 @@ which is sent with the next step, as are the drafts that a step verifies.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -143,6 +143,40 @@ def parameter_words(batch: InputBatch, slot: int) -> np.ndarray:
     return words
 
 
+class _Outputs(NamedTuple):
+    """Where the inputs of a pass are written, padding rows included, and what the pass reads."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: tuple[torch.Tensor, ...]  # of each group, as the tables
+    seq_lens: torch.Tensor
+    block_tables: tuple[torch.Tensor, ...]
+    adapters: torch.Tensor | None
+    read_token_ids: torch.Tensor  # [T]
+    read_positions: torch.Tensor  # [T]
+    read_seq_lens: torch.Tensor  # [B]
+    read_block_tables: tuple[torch.Tensor, ...]  # [B, max_blocks]
+    read_slot_mapping: tuple[torch.Tensor, ...]  # [T]
+
+
+def _outputs(tensors: Tensors, count: int, num_tokens: int) -> _Outputs:
+    """tensors: as of GraphedStep.buffers."""
+    token_ids, positions, slot_mapping, seq_lens, block_tables, *adapters = tensors
+    return _Outputs(
+        token_ids,
+        positions,
+        slot_mapping.unbind(),
+        seq_lens,
+        block_tables.unbind(),
+        adapters[0] if adapters else None,
+        token_ids[:num_tokens],
+        positions[:num_tokens],
+        seq_lens[:count],
+        block_tables[:, :count].unbind(),
+        slot_mapping[:, :num_tokens].unbind(),
+    )
+
+
 class DeviceInputMaker:
     """Does on the device what StepInputMaker does on a CPU, from the device's tables.
 
@@ -170,6 +204,7 @@ class DeviceInputMaker:
         self._prepare = ops.prepare_step_inputs
         self._graph_buffers = graph_buffers
         num_slots, device = len(tables.token_ids), tables.device
+        self._of_graphs: dict[int, _Outputs] = {}  # by the number of decodes
         # query_start_loc of decodes
         self._starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
         # logits_indices of decodes
@@ -256,50 +291,37 @@ class DeviceInputMaker:
 
         Passes are prepared in order, each after the previous one has sampled.
         """
-        count, num_tokens, tables = len(layout.slots), int(layout.query_start_loc[-1]), self.tables
-        num_groups = len(tables.group_tables)
-        outputs = self._graph_buffers(count) if layout.is_all_sampled_decodes() else None
-        if outputs is None:
-            sizes = (
-                (num_tokens,),
-                (num_tokens,),
-                (num_groups, num_tokens),
-                (count,),
-                (num_groups, count, -(-int(layout.seq_lens.max()) // self.block_size)),
-            )
-            dtypes = torch.int32, torch.int64, torch.int64, torch.int32, torch.int32
-            outputs = tuple(
-                torch.empty(size, dtype=dtype, device=tables.device)
-                for size, dtype in zip(sizes, dtypes, strict=True)
-            )
+        tables, outputs = self.tables, self._outputs(layout)
+        num_tokens = len(outputs.read_token_ids)
         rows = columns["slots"], columns["num_computed"], columns["query_start_loc"]
-        token_ids, positions, slot_mapping, seq_lens, block_tables, *adapters = outputs
-        for group, table in enumerate(tables.group_tables):
+        for table, slot_mapping, block_tables in zip(
+            tables.group_tables, outputs.slot_mapping, outputs.block_tables, strict=True
+        ):
             self._prepare(
                 *rows,
                 self._token_table,
                 table,
                 self.block_size,
-                token_ids,
-                positions,
-                slot_mapping[group],
-                seq_lens,
-                block_tables[group],
+                outputs.token_ids,
+                outputs.positions,
+                slot_mapping,
+                outputs.seq_lens,
+                block_tables,
             )
         return StepInputs(
             order=layout.order,
             slots=layout.slots,
-            token_ids=token_ids[:num_tokens],
-            positions=positions[:num_tokens],
+            token_ids=outputs.read_token_ids,
+            positions=outputs.read_positions,
             metadata=make_metadata(
                 columns["query_start_loc"],
-                seq_lens[:count],
-                block_tables[:, :count].unbind(),
-                slot_mapping[:, :num_tokens].unbind(),
+                outputs.read_seq_lens,
+                outputs.read_block_tables,
+                outputs.read_slot_mapping,
                 layout.num_decodes,
                 layout.query_lens.tolist(),
                 layout.seq_lens.tolist(),
-                self._adapters(num_tokens, columns, *adapters),
+                self._adapters(num_tokens, columns, outputs.adapters),
                 self._state_rows(columns),
                 self._image_rows(columns),
             ),
@@ -308,6 +330,30 @@ class DeviceInputMaker:
             logits_indices=columns["logits_indices"],
             token_types=columns.get("token_types"),
         )
+
+    def _outputs(self, layout: StepLayout) -> _Outputs:
+        """A graph's buffers, whose views are made once, or memory of the pass's own."""
+        count = len(layout.slots)
+        if layout.is_all_sampled_decodes():
+            if count not in self._of_graphs and (buffers := self._graph_buffers(count)) is not None:
+                self._of_graphs[count] = _outputs(buffers, count, count)
+            if count in self._of_graphs:
+                return self._of_graphs[count]
+        num_tokens = int(layout.query_start_loc[-1])
+        num_groups, longest = len(self.tables.group_tables), int(layout.seq_lens.max())
+        sizes = (
+            (num_tokens,),
+            (num_tokens,),
+            (num_groups, num_tokens),
+            (count,),
+            (num_groups, count, -(-longest // self.block_size)),
+        )
+        dtypes = torch.int32, torch.int64, torch.int64, torch.int32, torch.int32
+        own = tuple(
+            torch.empty(size, dtype=dtype, device=self.tables.device)
+            for size, dtype in zip(sizes, dtypes, strict=True)
+        )
+        return _outputs(own, count, num_tokens)
 
     def _state_rows(self, columns: dict[str, torch.Tensor]) -> StateRows | None:
         """A place is a slot."""

@@ -223,6 +223,24 @@ def test_random_lives_of_slots(has_buffers, windows):
     assert (num_in_buffers > 50) == has_buffers
 
 
+def test_views_of_a_graphs_buffers_are_made_once():
+    """For each number of decodes: making them takes a step's host a fifth of its time."""
+    types = torch.int32, torch.int64, torch.int64, torch.int32, torch.int32
+    shapes = (8,), (8,), (1, 8), (8,), (1, 8, 8)
+    buffers = tuple(torch.zeros(s, dtype=dtype) for s, dtype in zip(shapes, types, strict=True))
+    asked: list[int] = []
+    rng, runner = random.Random(0), Runner(lambda count: asked.append(count) or buffers)
+    runner.add(0, rng)
+    runner.make(runner.schedule({0: len(runner.new[0].token_ids)}, rng))
+    asked.clear()
+    seen = []
+    for _ in range(2):
+        runner.batch.append_tokens(np.array([0]), np.array([5]))
+        seen.append(runner.make(runner.schedule({0: 1}, rng)))
+    assert asked == [1] and seen[0].token_ids is seen[1].token_ids
+    assert seen[1].positions.tolist() == [runner.num_computed[0] - 1]
+
+
 def test_one_copy_per_step_of_new_data_only(monkeypatch):
     copies: list[dict[str, np.ndarray]] = []
     packed = device_inputs.packed

@@ -371,6 +371,28 @@ def test_the_wall_clock_is_read_for_dates_only() -> None:
     assert {name_of(p) for p in PACKAGE if WALL_CLOCK.search(p.read_text())} == READS_THE_DATE
 
 
+def iterated_sets(nodes: Iterable[ast.AST]) -> list[str]:
+    """Return the lines of loops and comprehensions over a set that is written there."""
+    return [
+        f"line {node.iter.lineno}"
+        for node in nodes
+        if isinstance(node, (ast.For, ast.comprehension))
+        and isinstance(node.iter, (ast.Set, ast.SetComp))
+    ]
+
+
+def test_random_inputs_are_not_drawn_in_the_order_of_a_set() -> None:
+    """A dtype's hash is its address, so with the same seed each process would draw others."""
+    files = sources("tests/kernels")
+    assert problems_by_file(files, lambda path: iterated_sets(nodes_of(path))) == {}
+
+
+def test_the_scan_finds_iterated_sets() -> None:
+    assert iterated_sets(ast.walk(ast.parse("for x in {a, b}: pass"))) == ["line 1"]
+    assert iterated_sets(ast.walk(ast.parse("[x for y in z for x in {f(y) for _ in z}]")))
+    assert not iterated_sets(ast.walk(ast.parse("for x in dict.fromkeys((a, b)): c = {d}")))
+
+
 def test_no_utils() -> None:
     assert [
         name_of(path)

@@ -221,7 +221,7 @@ def fused_add_rms_norm(dtype: torch.dtype) -> list[Case]:
             in_place=(0, 1),
         )
         for shape in shapes
-        for weight_dtype in {dtype, torch.float32}
+        for weight_dtype in dict.fromkeys((dtype, torch.float32))
     ]
 
 

@@ -116,7 +116,7 @@ def test_all_ranks_have_the_rounded_sum_in_the_order_of_ranks(
     for one in libraries:
         one.set_num_threads(num_threads, [-1] * num_threads)
     for shape in [(1, 1), (1, 5000), (5, 33), (7, 896), (3, PART_FLOATS), (40, 1000), (0, 8)]:
-        for x_dtype in {torch.float32, dtype}:
+        for x_dtype in dict.fromkeys((torch.float32, dtype)):
             parts = [torch.randn(shape).to(x_dtype) for _ in range(size)]
             wanted = parts[0].float().clone()
             for part in parts[1:]:

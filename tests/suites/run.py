@@ -34,6 +34,7 @@ SUITES: dict[str, Callable[[Path | None], list[Question]]] = {
     "ifeval": following.load_ifeval,
     "ifbench": following.load_ifbench,
     "gsm8k": gsm8k.load,
+    "gsm8k-few-shot": gsm8k.load_few_shot,
     "humaneval": humaneval.load,
 }
 TIMEOUT_S = 900.0

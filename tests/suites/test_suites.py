@@ -12,7 +12,7 @@ import httpx2 as httpx
 import pytest
 from quire.tests.suites import bfcl, gsm8k, humaneval
 from quire.tests.suites.intervals import wilson
-from quire.tests.suites.questions import CHAT, Answer, NoData, Question, calls_of, chat
+from quire.tests.suites.questions import CHAT, COMPLETIONS, Answer, NoData, Question, calls_of, chat
 from quire.tests.suites.run import Reply, Result, Server, chosen, compare, main, run
 
 
@@ -67,6 +67,22 @@ def test_suites_say_which_data_they_lack(tmp_path):
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps(line) + "\n")
     (question,) = gsm8k.load(tmp_path)
     assert question.body["temperature"] == 0 and question.is_right(answer("It is 2"))
+
+
+def test_a_model_without_a_chat_template_gets_solved_problems(tmp_path):
+    with pytest.raises(NoData, match="--data"):
+        gsm8k.load_few_shot(None)
+    asked = {"question": "1 + 1?", "answer": "#### 2"}
+    solved = [{"question": f"{i} + 0?", "answer": f"#### {i}"} for i in range(9)]
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps(asked))
+    with pytest.raises(NoData, match=r"gsm8k_train\.jsonl is missing"):
+        gsm8k.load_few_shot(tmp_path)
+    (tmp_path / "gsm8k_train.jsonl").write_text("\n".join(map(json.dumps, solved)))
+    (question,) = gsm8k.load_few_shot(tmp_path)
+    prompt = question.body["prompt"]
+    assert prompt.startswith("Question: 0 + 0?\nAnswer: #### 0\n\nQuestion: 1 + 0?\n")
+    assert prompt.endswith("#### 4\n\nQuestion: 1 + 1?\nAnswer:")
+    assert question.path == COMPLETIONS and question.is_right(answer(" 1 + 1 = 2\n#### 2"))
 
 
 def test_calls_are_judged_by_the_checker_of_bfcl(monkeypatch):

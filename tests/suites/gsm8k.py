@@ -37,8 +37,8 @@ def load(data: Path | None) -> list[Question]:
 
 
 def load_few_shot(data: Path | None) -> list[Question]:
-    """The same questions for a base model, each at the end of a text of solved problems. `data` also
-    has gsm8k_train.jsonl: train.jsonl, from which the solved problems are.
+    """The same questions for a base model, each at the end of a text of solved problems. `data`
+    also has gsm8k_train.jsonl: train.jsonl, from which the solved problems are.
     """
     solved = lines_of(folder(data) / "gsm8k_train.jsonl")[:NUM_EXAMPLES]
     text = "".join(f"Question: {line['question']}\nAnswer: {line['answer']}\n\n" for line in solved)

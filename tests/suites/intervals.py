@@ -12,4 +12,4 @@ def wilson(num_right: int, num_asked: int) -> tuple[float, float]:
     share, z2 = num_right / num_asked, Z * Z / num_asked
     middle = share + z2 / 2
     half = Z * sqrt(share * (1 - share) / num_asked + z2 / (4 * num_asked))
-    return (middle - half) / (1 + z2), (middle + half) / (1 + z2)
+    return max((middle - half) / (1 + z2), 0.0), min((middle + half) / (1 + z2), 1.0)

@@ -50,6 +50,10 @@ def test_the_interval_is_wilsons(right, asked, low, high):
     assert math.isclose(found[0], low, abs_tol=1e-4) and math.isclose(found[1], high, abs_tol=1e-4)
 
 
+def test_an_interval_ends_at_0_and_1():
+    assert all(wilson(0, n)[0] >= 0 and wilson(n, n)[1] <= 1 for n in range(1, 99))
+
+
 def test_gsm8k_reads_the_last_number():
     solution = "So 3 * 400 = <<3*400=1200>>1200 metres.\n#### 1,200"
     assert gsm8k.is_right(solution, answer("Three times 400 is 1200.\n#### 1200"))

@@ -33,6 +33,12 @@ def use_invariant_kernels(wanted: bool) -> None:
     os.environ[_INVARIANT] = "1" if wanted else ""
 
 
+def engine_kernels() -> dict[str, str]:
+    """The kernels of engines whose test names none."""
+    is_invariant = engine_device() != "cpu" and os.environ.get(_INVARIANT)
+    return INVARIANT_ON_A_GPU if is_invariant else {}
+
+
 def _with_device(create_engine_config: Any) -> Any:
     @functools.wraps(create_engine_config)
     def create(args: EngineArgs) -> Any:
@@ -42,8 +48,7 @@ def _with_device(create_engine_config: Any) -> Any:
             has_default = given["kv_cache_memory_bytes"] is given["num_gpu_blocks_override"] is None
             if engine_device() != "cpu" and has_default:
                 given["kv_cache_memory_bytes"] = KV_CACHE_BYTES
-            if engine_device() != "cpu" and os.environ.get(_INVARIANT):
-                given["kernels"] = INVARIANT_ON_A_GPU | given["kernels"]
+            given = given | {"kernels": engine_kernels() | given["kernels"]}
         return create_engine_config(EngineArgs(**given))
 
     return create

@@ -21,7 +21,7 @@ LEAST_NUMBER = tl.constexpr(LEAST)
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23
 QUANTIZED_AT_ONCE = 512  # numbers of x in a program
 # Products in pieces, see num_pieces.
-MOST_IN_PIECES = 4  # rows: each adds 4 bytes for each group of a column, written and read again
+MOST_IN_PIECES = 16  # rows: each adds 4 bytes for each group of a column, written and read again
 PROGRAMS = 1056  # eight for each multiprocessor of an H100
 FEW_COLUMNS = 32  # of a tile
 ADDED_COLUMNS, ADDED_AT_ONCE = 32, 16

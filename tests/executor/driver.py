@@ -29,7 +29,7 @@ from quire.ipc.step_messages import (
     SlotLogprobs,
     SlotPromptLogprobs,
 )
-from quire.tests.engine_device import engine_device
+from quire.tests.engine_device import engine_device, engine_kernels
 
 
 def make_config(model: str | Path, hf_overrides: dict | None = None, **arguments) -> EngineConfig:
@@ -45,6 +45,7 @@ def make_config(model: str | Path, hf_overrides: dict | None = None, **arguments
         "max_model_len": 256,
         "dtype": "float32",
         "device": engine_device(),
+        "kernels": engine_kernels(),
         "num_threads": 1,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 2048,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from quire.kernels import registry
 from quire.kernels.moe import Experts
+from quire.kernels.triton import quantized
 from quire.tests.kernels.triton.guard import reachable
 
 
@@ -16,7 +17,7 @@ def same(mine: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_bits_are_the_references(bits):
+def test_bits_are_the_references(bits, monkeypatch):
     registry.import_implementations("cuda")
     pack = {i.name: i.function for i in registry.implementations("pack_quantized_linear")}
     generator = torch.Generator().manual_seed(0)
@@ -28,6 +29,8 @@ def test_bits_are_the_references(bits):
     for count in (4, 17):
         assert same(mine.logits(x[:count]), other.logits(x[:count]))
         assert same(mine(x[:count]), other(x[:count]))
+    monkeypatch.setattr(quantized, "MOST_IN_PIECES", 0)
+    assert same(mine(x[:4]), other(x[:4]))
     ids = torch.tensor([3, 0, 32], dtype=torch.int32)
     assert torch.equal(mine.embedding(ids), other.embedding(ids))
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from quire.kernels import registry
 from quire.kernels.moe import ClampedSwiGLU, Experts
-from quire.kernels.triton import quantized
 from quire.kernels.reference.gguf_linear import TYPES
+from quire.kernels.triton import quantized
 from quire.kernels.triton.blocks import _PLANES, pack_planes
 from quire.tests.kernels.case import DenseLayer, random_blocks
 from quire.tests.kernels.triton.guard import reachable

@@ -23,7 +23,7 @@ from .attention_decode import MAX_PIECES, MIN_TILES, decode_kernel, merge_kernel
 from .attention_divided import divided_decode_kernel
 from .attention_pieces import SHARES, count_pieces, plan_kernel
 from .attention_prefill import prefill_kernel
-from .device import PRIORITY, architecture, num_multiprocessors, reads_cache
+from .device import PRIORITY, architecture, dependent, num_multiprocessors, reads_cache
 from .kv_cache import turned
 
 MAX_HEAD_DIM = 512
@@ -209,6 +209,7 @@ def _decode(
         *cache["strides"],
         **shape,
         ONE_LAUNCH=one_launch,
+        **dependent(),
     )
     if num_programs > 1 and not one_launch:
         names = (

@@ -29,6 +29,7 @@ the same.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_tile import (
     NOTHING,
@@ -153,6 +154,7 @@ def decode_kernel(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     ONE_LAUNCH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Grid (requests, KV heads, num_programs).
 
@@ -160,6 +162,9 @@ def decode_kernel(
     requires. out [requests, NQ, HEAD_DIM] contiguous; scalars [requests, NQ, MAX_PIECES, 2] and
     sums [requests, NQ, MAX_PIECES, BLOCK_D], both f32.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     request, kv_head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + request)
     begin, first_tile, num_tiles, piece_tiles, num_pieces, share = _cut(

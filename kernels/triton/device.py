@@ -55,3 +55,18 @@ def architecture() -> int:
     The interpreter counts as sm_90.
     """
     return 90 if triton.knobs.runtime.interpret else driver.active.get_current_target().arch
+
+
+def dependent() -> dict[str, bool]:
+    """Options of a launch of a kernel with a parameter DEPENDENT, which lets the kernel behind it
+    begin before it has ended, and waits itself before it reads what kernels in front of it have
+    written (programmatic dependent launch, of sm_90 and later).
+    """
+    return _dependent(0 if triton.knobs.runtime.interpret else driver.active.get_current_device())
+
+
+@functools.cache
+def _dependent(device: int) -> dict[str, bool]:
+    if triton.knobs.runtime.interpret or architecture() < 90:
+        return {"DEPENDENT": False}
+    return {"DEPENDENT": True, "launch_pdl": True}

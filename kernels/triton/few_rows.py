@@ -23,8 +23,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import gemv
 from .activation import activated
+from .device import dependent
 from .product import add_pieces
 
 ROWS = 16  # of a tensor core's instruction
@@ -32,6 +35,9 @@ PROGRAMS = 528  # four for each multiprocessor of an H100; a constant, as in pro
 MIN_PIECE = 256  # elements of K, see product.py
 COLUMNS = (32, 16)  # of a tile: the first of them that makes PROGRAMS programs
 STAGES = 4
+WARPS = 4
+GEMV_ROWS = gemv.ROWS  # up to so many rows, gemv.py computes
+PREFETCH = 8  # cache lines of each column
 CHUNK = 512  # elements of K that are squared at once
 
 # Up to how many rows a product of a weight of at most so many bytes is computed here, and up to how
@@ -70,6 +76,8 @@ def few_rows_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     CHUNK: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """y = x [num_rows, IN] times weight [OUT, IN], plus the bias; NORM_ROWS: x is normalised first,
     with the weight norm [IN], and has at most so many rows; 0: it is not. Grid (tiles, pieces).
@@ -79,6 +87,8 @@ def few_rows_kernel(
     and after.
     """
     NUM_PIECES: tl.constexpr = (IN + PIECE - 1) // PIECE
+    if DEPENDENT:
+        gdc_launch_dependents()
     row, depth = tl.arange(0, ROWS), tl.arange(0, DEPTH)
     place = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     column = place
@@ -87,6 +97,21 @@ def few_rows_kernel(
     is_row, is_column = row < num_rows, place < OUT
     stored = is_row[:, None] & is_column[None, :]
     piece = tl.program_id(1)
+    if DEPENDENT:
+        if PREFETCH > 0:  # the first weights come as far as the L2 cache meanwhile
+            LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
+            line = tl.arange(0, PREFETCH) * LINE
+            lines = column.to(tl.int64)[:, None] * weight_stride + piece * PIECE + line[None, :]
+            lines = tl.where(is_column[:, None] & (line < IN - piece * PIECE)[None, :], lines, 0)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [(weight_ptr + lines).to(tl.int64)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        gdc_wait()
     if NORM_ROWS > 0:
         few = tl.arange(0, NORM_ROWS)
         squares = tl.zeros([NORM_ROWS, CHUNK], tl.float32)
@@ -179,6 +204,21 @@ def multiply(
     is added to it in place, as `add` does, and it is what is returned. Each is rounded as these
     operations one after the other.
     """
+    if len(x) <= GEMV_ROWS:
+        return gemv.multiply(x, weight, bias, norm, gate, residual)
+    return multiply_tiles(x, weight, bias, counters, norm, gate, residual)
+
+
+def multiply_tiles(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    counters: Tensor,
+    norm: tuple[Tensor, float] | None = None,
+    gate: str = "",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`multiply` on tensor cores, for all numbers of rows."""
     num_rows, (out_features, in_features) = len(x), weight.shape
     tile = _tile(in_features, out_features, x.element_size())
     num_pieces = triton.cdiv(in_features, tile["PIECE"])
@@ -211,7 +251,9 @@ def multiply(
         ADDS=residual is not None,
         ROWS=ROWS,
         CHUNK=CHUNK,
-        num_warps=4,
+        PREFETCH=PREFETCH,
+        **dependent(),
+        num_warps=WARPS,
         num_stages=STAGES,
         enable_fp_fusion=False,
     )

@@ -7,9 +7,10 @@ Must not know: models, requests.
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..registry import register
-from .device import PLAIN, PRIORITY, TILE, is_cuda
+from .device import PLAIN, PRIORITY, TILE, dependent, is_cuda
 
 
 @triton.jit
@@ -35,8 +36,12 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """x: `heads` rows per token, with strides; out [num_rows, SIZE] contiguous."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
@@ -180,8 +185,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     shape = _shape(x.shape[-1])
     num_rows = heads.shape[0] * heads.shape[1]
     grid = (triton.cdiv(num_rows, shape["ROWS"]),)
+    strides = heads.stride(0), heads.stride(1)
     rms_norm_kernel[grid](
-        heads, weight, out, num_rows, heads.shape[1], heads.stride(0), heads.stride(1), eps, **shape
+        heads, weight, out, num_rows, heads.shape[1], *strides, eps, **shape, **dependent()
     )
     return out.view(x.shape)
 

@@ -13,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..registry import register
-from .device import PLAIN, PRIORITY, TILE, is_cuda, reads_cache
+from .device import PLAIN, PRIORITY, TILE, dependent, is_cuda, reads_cache
 from .kv_cache import in_type_of, reshape_and_cache
 
 
@@ -180,12 +181,16 @@ def rotary_kernel(
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
     CACHE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """A program handles the next HEADS heads of one token: first the queries', then the keys'.
 
     With CACHE keys are written to the cache, and values with them. block_stride is the distance
     between blocks of BLOCK_SIZE tokens in both caches.
     """
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     token, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     angle_ptrs = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * HALF) + column
@@ -322,6 +327,7 @@ def _launch(
         HEADS=heads,
         NORM=norms[0] is not None,
         CACHE=slots is not None,
+        **dependent(),
         num_warps=max(1, heads * block // 256),
         **PLAIN,
     )

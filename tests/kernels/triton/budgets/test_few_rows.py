@@ -16,7 +16,7 @@ def call(rows: int, inputs: int, outputs: int, *, norm=False, gate="", residual=
     weight, bias = make(outputs, inputs), make(outputs)
     counters = few_rows.make_counters(weight)
     norm = (make(inputs), 1e-6) if norm else None
-    return lambda: few_rows.multiply(
+    return lambda: few_rows.multiply_tiles(
         make(rows, inputs),
         weight,
         bias,

@@ -10,7 +10,7 @@ from quire.executor.program import fused_pass
 from quire.executor.program.fused_pass import FusedPass
 from quire.executor.program.step_program import OpByOp
 from quire.kernels import registry
-from quire.kernels.triton import few_rows
+from quire.kernels.triton import few_rows, gemv
 from quire.tests.kernels.triton.interpreted.test_model import build, metadata
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -29,6 +29,15 @@ def one_by_one(x, weight, bias, norm, gate, residual, wide: torch.dtype):
         REFERENCE.add(y, residual)
         return residual
     return y
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """The interpreter runs programs one after another."""
+    monkeypatch.setattr(gemv, "COLUMNS", (16,))
+    gemv.tile.cache_clear()
+    yield
+    gemv.tile.cache_clear()
 
 
 CASES = [
@@ -96,6 +105,36 @@ def test_intermediate_results_are_rounded(dtype):
     mine = few_rows.multiply(x, chosen, None, counters, norm)
     if dtype != torch.float32:
         assert torch.equal(mine, REFERENCE.rms_norm(x, *norm)[:, :64])
+
+
+@pytest.mark.parametrize("parts", [{"norm", "gate"}, {"bias", "residual"}], ids=str)
+def test_the_bits_of_up_to_four_rows_do_not_depend_on_their_number(parts, monkeypatch):
+    """Of a weight with more chunks than are under way at once."""
+    monkeypatch.setattr(gemv, "DEPTH", 128)
+    monkeypatch.setattr(gemv, "HELD", 32)  # two chunks of 16 columns
+    gemv.tile.cache_clear()
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    x, weight, bias, norm = normal(4, 600), normal(40, 600), normal(40), (normal(600), 1e-6)
+    counters = few_rows.make_counters(weight)
+
+    def of(rows: slice) -> torch.Tensor:
+        return few_rows.multiply(
+            x[rows],
+            weight,
+            bias if "bias" in parts else None,
+            counters,
+            norm if "norm" in parts else None,
+            "silu" if "gate" in parts else "",
+            torch.ones(4, 40).bfloat16()[rows] if "residual" in parts else None,
+        )
+
+    together = of(slice(4))
+    assert torch.equal(together, torch.cat([of(slice(row, row + 1)) for row in range(4)]))
+    assert torch.equal(together[:3], of(slice(3)))
 
 
 def passes(name: str, rows: int, monkeypatch):

@@ -37,7 +37,7 @@ from .step_program import OpByOp
 
 logger = logging.getLogger(__name__)
 
-FEW_ROWS = 16  # the most that any product takes with its neighbours
+FEW_ROWS = 2  # the most that any product takes with its neighbours
 GATES = {"silu_and_mul": "silu", "gelu_and_mul": "gelu", "gelu_tanh_and_mul": "gelu_tanh"}
 LINEAR = "linear"  # the name that instruments give to the product with a packed weight
 
@@ -194,7 +194,7 @@ PRODUCT = "product"  # of a packed weight that takes its neighbours
 
 def _as_product(call: Call) -> Call:
     fuses = getattr(call.function, "fuses", None)
-    if call.op != LINEAR or fuses is None or not fuses(len(call.args[0]), has_norm=False):
+    if call.op != LINEAR or fuses is None or not fuses(len(call.args[0])):
         return call
     return replace(call, op=PRODUCT, kwargs={"norm": None, "gate": "", "residual": None})
 
@@ -265,10 +265,8 @@ def _fuse_with_readers(calls: list[Call | None], index: int, uses: list[int]) ->
 
 def _takes_norm(product: Call, y: Tensor, x: Tensor) -> bool:
     residual = product.kwargs["residual"]
-    return (
-        _is_whole(product.args[0], y)
-        and product.function.fuses(len(x), has_norm=True)  # type: ignore[attr-defined]
-        and not (residual is not None and key_of(residual) in (key_of(x), key_of(y)))
+    return _is_whole(product.args[0], y) and not (
+        residual is not None and key_of(residual) in (key_of(x), key_of(y))
     )
 
 

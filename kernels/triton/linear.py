@@ -29,7 +29,6 @@ class PackedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.weight = weight  # [N, K]
         self.bias = bias
-        self._counters = few_rows.make_counters(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(self.weight) % ALIGNED and x.dtype != torch.float32:
@@ -45,9 +44,9 @@ class PackedLinear:
         logits = torch.mm(x, self.weight.T, out_dtype=torch.float32)
         return logits if self.bias is None else logits.add_(self.bias)
 
-    def fuses(self, num_rows: int, *, has_norm: bool) -> bool:
+    def fuses(self, num_rows: int) -> bool:
         """Whether `fused` computes so many rows faster than the operations one by one."""
-        return few_rows.is_for_few_rows(num_rows, self.weight, has_norm)
+        return few_rows.is_for_few_rows(num_rows, self.weight)
 
     def fused(
         self,
@@ -57,7 +56,7 @@ class PackedLinear:
         residual: Tensor | None = None,
     ) -> Tensor:
         """See few_rows.multiply."""
-        return few_rows.multiply(x, self.weight, self.bias, self._counters, norm, gate, residual)
+        return few_rows.multiply(x, self.weight, self.bias, norm, gate, residual)
 
 
 @register("pack_linear", name="cublas", predicate=is_cuda, priority=PRIORITY)

@@ -256,7 +256,7 @@ def multiply_kernel(
 
 
 @triton.jit
-def sums_kernel(
+def block_sums_kernel(
     numbers_ptr,
     weight_ptr,
     sums_ptr,
@@ -311,7 +311,8 @@ def add_blocks_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Grid (rows, blocks of columns): out [num_rows, num_columns] with a stride, from what
-    sums_kernel makes, in the order of `products`. AT_ONCE blocks are loaded before they are added.
+    block_sums_kernel makes, in the order of `products`. AT_ONCE blocks are loaded before they are
+    added.
     """
     row = tl.program_id(0).to(tl.int64)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
@@ -565,7 +566,7 @@ class BlockLinear:
         pieces = num_pieces(num_rows, num_columns, num_blocks)
         per_block = 2 if part.type == "Q6_K" else 1
         sums = out.new_empty(num_blocks * per_block, num_rows, num_columns, dtype=torch.int32)
-        sums_kernel[triton.cdiv(num_columns, FEW_COLUMNS), pieces](
+        block_sums_kernel[triton.cdiv(num_columns, FEW_COLUMNS), pieces](
             numbers,
             part.data,
             sums,

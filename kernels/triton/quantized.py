@@ -224,7 +224,7 @@ def multiply_kernel(
 
 
 @triton.jit
-def sums_kernel(
+def group_sums_kernel(
     numbers_ptr,
     weight_ptr,
     factors_ptr,
@@ -277,8 +277,8 @@ def add_groups_kernel(
     COLUMNS: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Grid (rows, blocks of columns): out [num_rows, num_columns] from what sums_kernel makes, in
-    the order of group_products. AT_ONCE groups are loaded before they are added.
+    """Grid (rows, blocks of columns): out [num_rows, num_columns] from what group_sums_kernel
+    makes, in the order of group_products. AT_ONCE groups are loaded before they are added.
     """
     row = tl.program_id(0).to(tl.int64)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
@@ -362,7 +362,7 @@ class QuantizedLinear:
         num_rows, num_groups = len(out), self.num_groups
         pieces = num_pieces(num_rows, self.num_columns, num_groups)
         sums = out.new_empty(num_groups, num_rows, self.num_columns, dtype=torch.int32)
-        sums_kernel[triton.cdiv(self.num_columns, FEW_COLUMNS), pieces](
+        group_sums_kernel[triton.cdiv(self.num_columns, FEW_COLUMNS), pieces](
             numbers,
             self.numbers,
             self.factors,

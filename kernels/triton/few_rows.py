@@ -38,6 +38,7 @@ HELD = 16  # columns times chunks that a thread has under way: 64 registers in 1
 COLUMNS = (8, 4, 2)  # of a program: the first of them that makes PROGRAMS programs
 PROGRAMS = 264  # two for each multiprocessor of an H100; a constant, so that bits are the same
 WARPS = 4
+EACH = tl.constexpr(8)  # elements of a thread, which are added first
 
 
 @triton.jit
@@ -80,7 +81,6 @@ def _add_chunk(
     HAS_NORM: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    EACH: tl.constexpr,
 ):
     """Returns the totals of the rows, each with a chunk's products added."""
     place = start + tl.arange(0, DEPTH)
@@ -127,7 +127,6 @@ def few_rows_kernel(
     ADDS: y is added to out.
     """
     CHUNKS: tl.constexpr = (IN + DEPTH - 1) // DEPTH
-    EACH: tl.constexpr = 8  # elements of a thread, which are added first
     if DEPENDENT:
         gdc_launch_dependents()
     depth = tl.arange(0, DEPTH)
@@ -144,6 +143,8 @@ def few_rows_kernel(
         norms = norms + (_norm(norm_ptr, i * DEPTH, IN, HAS_NORM, DEPTH),)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    else:
+        bias = 0.0
     if DEPENDENT:
         gdc_wait()
     factors = ()
@@ -179,7 +180,6 @@ def few_rows_kernel(
                 HAS_NORM,
                 COLUMNS,
                 DEPTH,
-                EACH,
             )
             loaded = loaded + (
                 _chunk(weight_ptrs, is_column, start + AHEAD * DEPTH, IN, DEPTH, AHEAD),
@@ -203,7 +203,6 @@ def few_rows_kernel(
             HAS_NORM,
             COLUMNS,
             DEPTH,
-            EACH,
         )
     dtype = out_ptr.dtype.element_ty
     for row in tl.static_range(0, ROWS):
